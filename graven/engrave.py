@@ -1,0 +1,172 @@
+"""Write token rows into memory until they are reproduced exactly, or until steps or time run out.
+
+A row is reproduced exactly when the model, running freely from the memory, gives back every token. As long as each most probable token is the
+right one, running freely and predicting the next true token are the same computation, so the length of the recited prefix is the place of
+the first teacher-forced miss; a row without a miss is then run freely once, to be sure of it.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from graven.errors import Outcome
+from graven.memory.gradient import GradMem, Moments, Prepared
+from graven.tasks.base import Tokens
+
+ROWS_AT_ONCE = 8
+DIVERGED = 2.0  # a loss this many times the start's, after it had been below, will not come back at the same rate
+
+
+@dataclass(frozen=True)
+class Engraved:
+    """What a write gave.
+
+    Args:
+        state: One row of slots for each row of the context.
+        losses: Mean over rows before each step.
+        token_accuracy: Share of tokens that are the most probable one given the true tokens before them.
+        recited: For each row, length of the prefix that is reproduced exactly when the model runs freely.
+        outcome: How it ended.
+        seconds: Wall clock.
+    """
+
+    state: Float[Tensor, "P M D"]
+    losses: list[float]
+    token_accuracy: float
+    recited: list[int]
+    outcome: Outcome
+    seconds: float
+
+
+@dataclass
+class Row:
+    """The best state of one row so far."""
+
+    state: Float[Tensor, "M D"]
+    hits: Bool[Tensor, "T"]
+    length: int
+    loss: float = math.inf
+    lowest: float = math.inf
+    exact: bool = False
+    diverged: bool = False
+
+    @property
+    def recited(self) -> int:
+        """Tokens before the first miss."""
+        missed = (~self.hits[: self.length]).nonzero()
+        return int(missed[0]) if len(missed) else self.length
+
+
+def engrave(
+    memory: GradMem,
+    context: Tokens,
+    *,
+    steps: int,
+    until_exact: bool,
+    deadline: float | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> Engraved:
+    """Write each row of the context into a memory of its own, rows side by side.
+
+    Args:
+        memory: Its start state is where each row starts.
+        context: [P, T].
+        steps: Most steps for each row.
+        until_exact: A row stops when it is reproduced exactly and keeps its best state; otherwise it takes every step and keeps the last.
+        deadline: Seconds after which no further step is taken.
+        progress: Called after each step with step, mean loss and token accuracy.
+    Source: ours; tests/test_engrave.py.
+    """
+    began = time.monotonic()
+    context = context.aligned()
+    groups = [Tokens(context.ids[i : i + ROWS_AT_ONCE], context.mask[i : i + ROWS_AT_ONCE]) for i in range(0, len(context.ids), ROWS_AT_ONCE)]
+    rows: list[Row] = []
+    curves: list[list[float]] = []
+    late = False
+    for done, group in enumerate(groups):
+        left = None if deadline is None else max(0.0, deadline - (time.monotonic() - began)) / (len(groups) - done)
+        part, curve, timed_out = _group(memory, group, steps=steps, until_exact=until_exact, seconds=left, progress=progress)
+        rows += part
+        curves.append(curve)
+        late |= timed_out
+    longest = max((len(curve) for curve in curves), default=0)
+    sizes = [len(group.ids) for group in groups]
+    losses = [
+        sum(size * curve[min(step, len(curve) - 1)] for size, curve in zip(sizes, curves, strict=True) if curve) / sum(sizes) for step in range(longest)
+    ]
+    return Engraved(
+        state=torch.stack([row.state for row in rows]),
+        losses=losses,
+        token_accuracy=sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)),
+        recited=[row.recited for row in rows],
+        outcome=_outcome(rows, until_exact=until_exact, late=late),
+        seconds=time.monotonic() - began,
+    )
+
+
+@torch.no_grad()
+def _group(
+    memory: GradMem,
+    context: Tokens,
+    *,
+    steps: int,
+    until_exact: bool,
+    seconds: float | None,
+    progress: Callable[[int, float, float], None] | None,
+) -> tuple[list[Row], list[float], bool]:
+    """Rows that fit into one batch; those that are done leave it."""
+    began = time.monotonic()
+    state = memory.start(len(context.ids))
+    prepared = memory.prepare(state, context)
+    rows = [Row(state[i].clone(), torch.zeros_like(context.mask[i]), int(n)) for i, n in enumerate(context.lengths)]
+    going = torch.arange(len(rows))
+    moments: Moments | None = None
+    curve: list[float] = []
+    late = False
+    for taken in range(steps + 1):
+        step = memory.step(state, prepared, moments)
+        for at, i in enumerate(going.tolist()):
+            _judge(rows[i], state[at], step.loss[at], step.hits[at], keep_best=until_exact)
+            if until_exact and rows[i].recited == rows[i].length and not rows[i].exact:
+                rows[i].exact = memory.recite(state[at : at + 1], [rows[i].length])[0] == context.row(i)
+        late = seconds is not None and time.monotonic() - began >= seconds
+        keep = torch.tensor([not (rows[i].exact or rows[i].diverged) for i in going.tolist()], dtype=torch.bool)
+        if taken == steps or late or not keep.any():
+            break
+        curve.append(sum(row.loss for row in rows) / len(rows))
+        if progress is not None:
+            progress(taken + 1, curve[-1], sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)))
+        going, state, moments, prepared = going[keep], step.state[keep], _kept(step.moments, keep), _context_kept(prepared, keep)
+    return rows, curve, late
+
+
+def _judge(row: Row, state: Tensor, loss: Tensor, hits: Tensor, *, keep_best: bool) -> None:
+    value = float(loss)
+    row.lowest = min(row.lowest, value)
+    row.diverged = keep_best and (not math.isfinite(value) or value > DIVERGED * max(row.lowest, 1.0) + 1.0)
+    better = (int(hits.sum()), -value) > (int(row.hits.sum()), -row.loss)
+    if not keep_best or (better and math.isfinite(value)):
+        row.state, row.hits, row.loss = state.clone(), hits, value
+
+
+def _kept(moments: Moments | None, keep: Tensor) -> Moments | None:
+    return None if moments is None else Moments(moments.first[keep], moments.second[keep], moments.count)
+
+
+def _context_kept(context: Prepared, keep: Tensor) -> Prepared:
+    return Prepared(Tokens(context.tokens.ids[keep], context.tokens.mask[keep]), context.embedded[keep], context.weight[keep])
+
+
+def _outcome(rows: list[Row], *, until_exact: bool, late: bool) -> Outcome:
+    if until_exact and all(row.exact for row in rows):
+        return Outcome.EXACT
+    if any(row.diverged for row in rows):
+        return Outcome.DIVERGED
+    if late:
+        return Outcome.DEADLINE
+    return Outcome.STEPS if until_exact else Outcome.DONE

@@ -1,0 +1,169 @@
+"""A small Llama: the decoder that graven trains itself.
+
+RMSNorm before each part, rotary positions, grouped-query attention, SwiGLU, tied or separate head; and, where asked for, a causal depthwise
+convolution on the token embeddings, which lets the first layer see a whole short key at once. The convolution is not in the model of the
+GradMem paper (arXiv:2603.13875): say so wherever a number stands beside theirs.
+
+Source: Touvron et al. 2023, arXiv:2302.13971 (the block); Su et al. 2021, arXiv:2104.09864 (rotary); Shazeer 2020, arXiv:2002.05202 (SwiGLU).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graven.errors import SpecError
+from graven.ops.attention import attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """The shape of a `Decoder`.
+
+    Args:
+        vocabulary: Number of tokens.
+        width: Model width, D; a multiple of 2 * heads.
+        layers: Number of blocks.
+        heads: Query heads, H.
+        key_value_heads: Heads of keys and values; divides `heads`.
+        hidden: Width inside the SwiGLU.
+        convolution: Tokens that the convolution on the embeddings spans, its own included; 0 for none.
+        tied: The head is the token embedding.
+    Raises:
+        SpecError: One of the conditions above does not hold.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    hidden: int
+    convolution: int = 0
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise SpecError(f"`width` is {self.width} and `heads` is {self.heads}; `width` must be a multiple of 2 * `heads`.")
+        if self.heads % self.key_value_heads:
+            raise SpecError(f"`heads` is {self.heads} and `key_value_heads` is {self.key_value_heads}; the second must divide the first.")
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.heads, self.groups, self.head_width = spec.heads, spec.key_value_heads, spec.width // spec.heads
+        self.qkv = nn.Linear(spec.width, (self.heads + 2 * self.groups) * self.head_width, bias=False)
+        self.out = nn.Linear(spec.width, spec.width, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Float[Tensor, "B T D"]:
+        batch, length, _ = x.shape
+        heads = self.qkv(x).view(batch, length, self.heads + 2 * self.groups, self.head_width).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
+        o = attention(rotate(q, rotation), rotate(k, rotation), v, mask=mask, causal=mask is None)
+        return self.out(o.transpose(1, 2).reshape(batch, length, -1))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(spec.width, eps=1e-6)
+        self.attention = Attention(spec)
+        self.feed_norm = nn.RMSNorm(spec.width, eps=1e-6)
+        self.feed = SwiGLU(spec.width, spec.hidden)
+
+    def forward(self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Float[Tensor, "B T D"]:
+        x = x + self.attention(self.attention_norm(x), rotation, mask)
+        return x + self.feed(self.feed_norm(x))
+
+
+class Decoder(nn.Module):
+    """Token ids or embeddings in, hidden states and logits out; no state, no dropout.
+
+    Source: Touvron et al. 2023, arXiv:2302.13971; the convolution is ours, measured in docs/log.md.
+    """
+
+    def __init__(self, spec: DecoderSpec):
+        super().__init__()
+        self.spec = spec
+        self.tokens = nn.Embedding(spec.vocabulary, spec.width)
+        self.convolution = nn.Conv1d(spec.width, spec.width, spec.convolution, groups=spec.width) if spec.convolution else None
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.norm = nn.RMSNorm(spec.width, eps=1e-6)
+        self.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=spec.width**-0.5)
+        for block in self.blocks:  # the residual stream keeps its scale at any depth
+            for last in (block.attention.out, block.feed.down):
+                nn.init.normal_(last.weight, std=(2 * spec.layers * spec.width) ** -0.5)
+        if spec.tied:
+            self.head.weight = self.tokens.weight
+
+    def embed(self, ids: Int[Tensor, "*B T"]) -> Float[Tensor, "*B T D"]:
+        """Embeddings of tokens that follow each other; the first sees no token before it."""
+        x = self.tokens(ids)
+        if self.convolution is None or ids.shape[-1] == 0:
+            return x
+        rows = x.reshape(-1, *x.shape[-2:]).transpose(1, 2)
+        return x + self.convolution(F.pad(rows, (self.spec.convolution - 1, 0))).transpose(1, 2).reshape(x.shape)
+
+    def hidden(
+        self,
+        embeddings: Float[Tensor, "B T D"],
+        *,
+        positions: Int[Tensor, "#B T"] | None = None,
+        mask: Bool[Tensor, "#B T T"] | None = None,
+    ) -> Float[Tensor, "B T D"]:
+        """Hidden states after the last norm.
+
+        Args:
+            embeddings: What stands in each column, memory or token.
+            positions: Rotary position of each column; its index where left out.
+            mask: True where a row may see a column; causal where left out.
+        """
+        if positions is None:
+            positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+        rotation = angles(positions, self.spec.width // self.spec.heads, embeddings.dtype)
+        x = embeddings
+        for block in self.blocks:
+            x = block(x, rotation, None if mask is None else mask[:, None])
+        return self.norm(x)
+
+    def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B A"]:
+        """The head, on hidden states of any leading shape."""
+        return self.head(hidden)
+
+
+def angles(positions: Int[Tensor, "B T"], width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles, [B, 1, T, width] each; base 10 000, halves rotated against each other."""
+    # float64: at position 50 000 a float32 product of position and frequency is already off by 4e-3 of a radian.
+    frequencies = 10_000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64, device=positions.device) / width)
+    angle = (positions[..., None] * frequencies).repeat(1, 1, 2)[:, None]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: Float[Tensor, "B H T K"], rotation: tuple[Tensor, Tensor]) -> Float[Tensor, "B H T K"]:
+    """Rotary positions on queries or keys. Source: Su et al. 2021, arXiv:2104.09864, equation 34."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin

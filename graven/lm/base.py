@@ -1,0 +1,157 @@
+"""The one door to a language model: embed tokens, run embeddings, turn hidden states into logits; and continue a text from a prefix.
+
+Two models stand behind it: `Small`, our own decoder, and `Pretrained`, any causal language model of Hugging Face transformers; each in a
+file of its own. What both need is here.
+
+Padding may stand anywhere. Every call brings the real columns of each row to the front, runs, and puts the results back, so a backbone
+only ever meets padding on the right, where a causal model cannot see it. Positions count real columns, the memory's included.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from graven.tasks.base import Tokens, front, rows_at
+
+
+class LanguageModel(Protocol):
+    """What a memory needs of a language model.
+
+    Attributes:
+        name: What a user calls it.
+        width: Width of its embeddings, and so of the memory, D.
+        hidden_width: Width of its hidden states.
+        vocabulary: Tokens that it can predict, A.
+        positions: Most columns that it takes, memory included; no limit where None.
+        embedding_scale: Standard deviation of its token embeddings.
+        head_weight: The matrix of its head, [A, hidden_width].
+    """
+
+    name: str
+    width: int
+    hidden_width: int
+    vocabulary: int
+    positions: int | None
+
+    @property
+    def embedding_scale(self) -> float: ...
+
+    @property
+    def head_weight(self) -> Tensor: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of what decides whether a memory fits: configuration, embeddings, tokens."""
+        ...
+
+    def embed(self, tokens: Tokens) -> Float[Tensor, "B T D"]:
+        """Embeddings of tokens; whatever stands at padding means nothing."""
+        ...
+
+    def hidden(
+        self, embeddings: Float[Tensor, "B T D"], *, mask: Bool[Tensor, "B T"] | None = None, positions: Int[Tensor, "B T"] | None = None
+    ) -> Float[Tensor, "B T E"]:
+        """Last hidden states. Positions count the real columns where they are left out; whatever stands at padding means nothing."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
+        """Next-token logits of hidden states."""
+        ...
+
+    def generate(self, prefix: Float[Tensor, "B M D"], query: Tokens, *, most: int, stop: Collection[int]) -> list["Continuation"]:
+        """The most probable token after each other, from a prefix of vectors and the query behind it, one continuation a row.
+
+        Args:
+            most: Most tokens.
+            stop: A row ends before the first of these tokens.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a model wrote, and the natural logarithm of each token's probability; that of the token that stopped it comes last."""
+
+    tokens: list[int]
+    log_probabilities: list[float]
+
+
+@torch.no_grad()
+def greedy(
+    model: LanguageModel,
+    prefix: Float[Tensor, "B M D"],
+    query: Tokens,
+    *,
+    most: int,
+    stop: Collection[int],
+    head: Callable[[Tensor], Tensor],
+) -> list[Continuation]:
+    """`LanguageModel.generate` by running every row anew for each token: no cache, any head."""
+    rows = [query.row(i) for i in range(len(query.ids))]
+    done = [Continuation([], []) for _ in rows]
+    going = list(range(len(rows)))
+    for _ in range(most):
+        if not going:
+            break
+        tokens = Tokens.of([rows[i] + done[i].tokens for i in going])
+        embedded = model.embed(tokens)
+        hidden = model.hidden(torch.cat([prefix[going].to(embedded.dtype), embedded], dim=1))
+        last = hidden[torch.arange(len(going)), prefix.shape[1] + tokens.lengths - 1]
+        best = head(last).float().log_softmax(-1).max(-1)
+        chosen = list(zip(going, best.values.tolist(), best.indices.tolist(), strict=True))
+        for i, value, token in chosen:
+            done[i].log_probabilities.append(value)
+            if token not in stop:
+                done[i].tokens.append(token)
+        going = [i for i, _, token in chosen if token not in stop]
+    return done
+
+
+def in_front(
+    run: Callable[[Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    *,
+    mask: Bool[Tensor, "B T"] | None,
+    positions: Int[Tensor, "B T"] | None = None,
+) -> Tensor:
+    """Run rows with their real columns brought to the front, and put the results back where the columns stood."""
+    if mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()):  # nothing real stands behind padding
+        return run(x, positions)
+    order = front(mask)
+    return rows_at(run(rows_at(x, order), None if positions is None else positions.gather(1, order)), order.argsort(-1))
+
+
+def digest(*parts: bytes) -> str:
+    """Hexadecimal SHA-256 of the parts, each with its length."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.hexdigest()
+
+
+def sampled_rows(weight: Tensor, *, rows: int = 64) -> bytes:
+    """Evenly spaced rows of a matrix in bfloat16, so that loads in float32 and in bfloat16 hash alike."""
+    at = torch.linspace(0, len(weight) - 1, min(rows, len(weight))).long()
+    return weight.detach().cpu()[at].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+def canonical(config: dict[str, object]) -> bytes:
+    """JSON of a configuration without what a save and a load may change."""
+    volatile = {"dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path"}
+    return json.dumps({k: v for k, v in config.items() if k not in volatile}, sort_keys=True).encode()
+
+
+def without_state(tokenizer: str) -> bytes:
+    """A tokenizer's JSON without the padding and truncation that the last call left in it; text that is no JSON as it is."""
+    try:
+        parts = json.loads(tokenizer)
+    except json.JSONDecodeError:
+        return tokenizer.encode()
+    return json.dumps({**parts, "padding": None, "truncation": None}, sort_keys=True).encode()

@@ -1,0 +1,90 @@
+"""Rows in; JSON lines, table or figure out. Never imports torch."""
+
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graven.errors import OutputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from matplotlib.axes import Axes
+
+Row = Mapping[str, Any]
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, then rename it: readers see the old file or the whole new one.
+
+    Raises:
+        OutputError: The folder is missing or cannot be written to.
+    """
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}. Choose a folder that exists and that you may write to.") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}. Free some space or choose another place.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
+
+
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """JSON lines, one row each, atomically."""
+    text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+    write_atomically(path, lambda temporary: temporary.write_text(text))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON-lines file; none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+def table(rows: Sequence[Row], *, row: str, column: str, value: Callable[[Row], str]) -> str:
+    """A Markdown table with one line for each value of `row` and one column for each value of `column`."""
+    across = sorted({r[column] for r in rows})
+    lines = [f"| {row} | " + " | ".join(str(c) for c in across) + " |", "|---" * (len(across) + 1) + "|"]
+    for key in sorted({r[row] for r in rows}):
+        cells = {r[column]: value(r) for r in rows if r[row] == key}
+        lines.append(f"| {key} | " + " | ".join(cells.get(c, "") for c in across) + " |")
+    return "\n".join(lines)
+
+
+@contextmanager
+def figure(path: Path, *, width: float = 7.0, height: float = 3.6, columns: int = 1) -> "Iterator[list[Axes]]":
+    """Axes to draw on, saved as a PNG at `path` when the block ends.
+
+    Raises:
+        OutputError: The file cannot be written.
+    """
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
+        canvas, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
+        try:
+            yield list(axes[0])
+            write_atomically(path, lambda temporary: canvas.savefig(temporary, format="png", dpi=150))
+        finally:
+            plt.close(canvas)

@@ -1,0 +1,98 @@
+"""What a task hands out: rows of tokens with their masks, in the three parts of the context removal setting."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Int, Shaped
+from torch import Tensor
+
+from graven.errors import ShapeError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids and which of them are real. Padding may stand anywhere in a row and never counts; its id is never read as a token.
+
+    Args:
+        ids: Token ids; any valid id where `mask` is False.
+        mask: True where a token is real.
+    Raises:
+        ShapeError: The two differ in shape.
+    """
+
+    ids: Int[Tensor, "*B T"]
+    mask: Bool[Tensor, "*B T"]
+
+    def __post_init__(self) -> None:
+        if self.ids.shape != self.mask.shape:
+            raise ShapeError(f"`ids` has shape {tuple(self.ids.shape)} and `mask` {tuple(self.mask.shape)}; give one mask entry per token.")
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
+        """Rows of any lengths, padded on the right.
+
+        >>> Tokens.of([[5, 6, 7], [8]]).mask.tolist()
+        [[True, True, True], [True, False, False]]
+        """
+        longest = max((len(row) for row in rows), default=0)
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        for i, row in enumerate(rows):
+            ids[i, : len(row)] = torch.tensor(list(row), dtype=torch.long)
+            mask[i, : len(row)] = True
+        return cls(ids, mask)
+
+    @classmethod
+    def full(cls, ids: Int[Tensor, "*B T"]) -> Self:
+        """Rows without padding."""
+        return cls(ids, torch.ones_like(ids, dtype=torch.bool))
+
+    @property
+    def lengths(self) -> Int[Tensor, "*B"]:
+        """Real tokens in each row."""
+        return self.mask.sum(-1)
+
+    def aligned(self) -> Self:
+        """The same rows with every real token moved to the front and columns that are padding everywhere dropped."""
+        longest = int(self.lengths.max()) if self.mask.numel() else 0
+        order = front(self.mask)
+        return type(self)(self.ids.gather(-1, order)[..., :longest], self.mask.gather(-1, order)[..., :longest])
+
+    def flat(self) -> Self:
+        """All leading axes as one: [B, Q, T] becomes [B * Q, T]."""
+        return type(self)(self.ids.flatten(0, -2), self.mask.flatten(0, -2))
+
+    def row(self, index: int) -> list[int]:
+        """The real tokens of one row of [B, T]."""
+        return self.ids[index][self.mask[index]].tolist()
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One batch of a task: a context to write, queries to ask once it is gone, and what they should answer.
+
+    Args:
+        context: [B, T].
+        query: [B, Q, T]; several queries are read from one memory.
+        target: [B, Q, T].
+        values: True at the context tokens that carry what queries ask for, [B, T].
+        answer: Tokens at the front of each target that must be right for an exact match; the rest is punctuation.
+    """
+
+    context: Tokens
+    query: Tokens
+    target: Tokens
+    values: Bool[Tensor, "B T"]
+    answer: int
+
+
+def front(mask: Bool[Tensor, "*B T"]) -> Int[Tensor, "*B T"]:
+    """Column order that brings what is True to the front of each row and keeps the order inside both parts."""
+    return (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
+
+
+def rows_at(x: Shaped[Tensor, "*B T D"], order: Int[Tensor, "*B S"]) -> Shaped[Tensor, "*B S D"]:
+    """Vectors of each row in another order of columns."""
+    return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))

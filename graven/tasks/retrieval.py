@@ -1,0 +1,176 @@
+"""Key-value retrieval: write N pairs, then give back the value of a key.
+
+Two pairs with one-letter keys and values, as tokens (each character is one):
+
+    context   ! k : a ! ! d : x !           values   . . . * . . . . * .
+    query     ? ! d :                       target   x ! |
+
+Keys are unique within a context; values are free. A query starts with `?`, an answer ends with `!|`.
+
+Source: Kuratov et al. 2026, arXiv:2603.13875, section 3.1 (their data N*-K2V2-V62: two characters each over 62).
+"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from graven.errors import SpecError, TextError
+from graven.tasks.base import Episode, Tokens
+
+CHARACTERS = string.ascii_letters + string.digits
+PUNCTUATION = "!:?|"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retrieval:
+    """The shape of keys, values and alphabet; `sample` draws contexts of any number of pairs.
+
+    Args:
+        key_length: Tokens in a key.
+        value_length: Tokens in a value.
+        symbols: Size of the alphabet of keys and values, A - 4.
+    Raises:
+        SpecError: A number is below 1.
+    """
+
+    key_length: int = 2
+    value_length: int = 2
+    symbols: int = 62
+
+    def __post_init__(self) -> None:
+        for name in ("key_length", "value_length", "symbols"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def vocabulary(self) -> int:
+        """Alphabet and the four marks `!`, `:`, `?`, `|`, in this order."""
+        return self.symbols + len(PUNCTUATION)
+
+    @property
+    def keys(self) -> int:
+        """How many different keys there are: the most pairs that a context can hold."""
+        return self.symbols**self.key_length
+
+    @property
+    def pair_length(self) -> int:
+        """Tokens of one pair in a context, its marks included."""
+        return self.key_length + self.value_length + 3
+
+    def mark(self, character: str) -> int:
+        """Token of one of the four marks."""
+        return self.symbols + PUNCTUATION.index(character)
+
+    def sample(self, size: int, *, pairs: int, generator: torch.Generator, queries: int | None = None) -> Episode:
+        """A batch of contexts with their queries.
+
+        Args:
+            size: Contexts, B.
+            pairs: Pairs in each, N.
+            generator: The only source of randomness.
+            queries: Keys asked of each context, Q, drawn without replacement; every key, in the order of the context, where left out.
+        Raises:
+            SpecError: More pairs than different keys, or more queries than pairs.
+        """
+        if not 0 <= pairs <= self.keys:
+            raise SpecError(f"`pairs` is {pairs} and there are {self.keys} different keys; lower `pairs` or raise `key_length`.")
+        if queries is not None and not 0 <= queries <= pairs:
+            raise SpecError(f"`queries` is {queries} and a context has {pairs} pairs; ask at most every key once.")
+        keys = self._digits(distinct(size, pairs, below=self.keys, generator=generator), self.key_length)
+        values = self._digits(torch.randint(self.symbols**self.value_length, (size, pairs), generator=generator), self.value_length)
+        return self.episode(keys, values, asked=None if queries is None else distinct(size, queries, below=pairs, generator=generator))
+
+    def episode(self, keys: Int[Tensor, "B N K"], values: Int[Tensor, "B N V"], *, asked: Int[Tensor, "B Q"] | None = None) -> Episode:
+        """The context, queries and targets of given pairs; `asked` picks the pairs that are queried, all of them where left out."""
+        bang, colon, ask, end = (
+            torch.full((*keys.shape[:2], 1), self.mark(character), dtype=torch.long) for character in PUNCTUATION
+        )
+        context = torch.cat([bang, keys, colon, values, bang], -1).flatten(1)
+        at_value = torch.zeros(self.pair_length, dtype=torch.bool)
+        at_value[self.key_length + 2 : -1] = True
+        query, target = torch.cat([ask, bang, keys, colon], -1), torch.cat([values, bang, end], -1)
+        if asked is not None:
+            query, target = (x.gather(1, asked[..., None].expand(-1, -1, x.shape[-1])) for x in (query, target))
+        return Episode(
+            context=Tokens.full(context),
+            query=Tokens.full(query),
+            target=Tokens.full(target),
+            values=at_value.repeat(keys.shape[1]).expand(context.shape),
+            answer=self.value_length,
+        )
+
+    def _digits(self, numbers: Int[Tensor, "B N"], length: int) -> Int[Tensor, "B N K"]:
+        return torch.stack([numbers // self.symbols**place % self.symbols for place in reversed(range(length))], -1)
+
+
+def distinct(size: int, count: int, *, below: int, generator: torch.Generator) -> Int[Tensor, "B N"]:
+    """Rows of different numbers below a bound, every order equally likely."""
+    if below <= 4 * max(count, 1024):
+        return torch.rand(size, below, generator=generator).argsort(-1)[:, :count]
+    numbers = torch.randint(below, (size, count), generator=generator)
+    while True:  # a bound this large makes a repeat unlikely, so drawing such rows anew is cheap and keeps them uniform
+        ordered = numbers.sort(-1).values
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+        if not repeated.any():
+            return numbers
+        numbers[repeated] = torch.randint(below, (int(repeated.sum()), count), generator=generator)
+
+
+def parse_records(text: str, task: Retrieval) -> list[tuple[str, str]]:
+    """Pairs from text with one `key:value` a line; blank lines are passed over.
+
+    Raises:
+        TextError: A line is not `key:value`, has another length than the task's, a character outside its alphabet, or a key that was there.
+    """
+    alphabet = CHARACTERS[: task.symbols]
+    pairs: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        key, colon, value = line.strip().partition(":")
+        if not colon or ":" in value:
+            raise TextError(
+                f"line {number} is {line.strip()[:40]!r}, and this model takes one `key:value` a line. "
+                "For free text, name a language model: --model PATH."
+            )
+        for what, part, length in (("key", key, task.key_length), ("value", value, task.value_length)):
+            _check_part(part, what=f"line {number}: the {what}", length=length, alphabet=alphabet)
+        if key in pairs:
+            raise TextError(f"line {number} repeats the key {key!r}; keys must be unique. Drop one of the two lines.")
+        pairs[key] = value
+    if not pairs:
+        raise TextError("the text holds no record; give at least one `key:value` line.")
+    return list(pairs.items())
+
+
+def digits_of(parts: Sequence[str]) -> Int[Tensor, "N K"]:
+    """Keys or values of equal length as alphabet indices."""
+    return torch.tensor([[CHARACTERS.index(character) for character in part] for part in parts], dtype=torch.long)
+
+
+def key_of(query: str, task: Retrieval) -> str:
+    """The key that a user's query names, with or without the marks of the task: `ab`, `ab:` and `?!ab:` are one.
+
+    Raises:
+        TextError: It is no key of the task.
+    """
+    key = query.strip().removeprefix("?").removeprefix("!").removesuffix(":")
+    _check_part(key, what="the query", length=task.key_length, alphabet=CHARACTERS[: task.symbols])
+    return key
+
+
+def text_of(ids: Sequence[int], task: Retrieval) -> str:
+    """Tokens as characters."""
+    return "".join((CHARACTERS[: task.symbols] + PUNCTUATION)[token] for token in ids)
+
+
+def _check_part(part: str, *, what: str, length: int, alphabet: str) -> None:
+    strange = next((character for character in part if character not in alphabet), None)
+    if strange is not None:
+        raise TextError(f"{what} {part[:40]!r} has the character {strange!r}; this model knows letters and digits only. Spell it with those.")
+    if len(part) != length:
+        raise TextError(f"{what} {part[:40]!r} has {len(part)} characters; this model takes {length}. Use keys and values of that length.")

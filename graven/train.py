@@ -1,0 +1,301 @@
+"""The one training loop: a small decoder and its GradMem, meta-learned through the write on a task with known answers.
+
+A run is a folder. `resume.safetensors` holds everything that the next step depends on and is replaced as a whole, so a run that was killed goes
+on with `resume=True` and ends with the same bits as one that was not. The finished checkpoint is `model.safetensors` with `model.json`.
+"""
+
+import dataclasses
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from graven.errors import ModelError, OutputError, SpecError
+from graven.layers.decoder import DecoderSpec
+from graven.lm.small import Small
+from graven.measure import read_episode, right
+from graven.memory.gradient import GradMem, GradMemSpec
+from graven.report import figure, read_lines, write_atomically, write_lines
+from graven.settings import build, read_toml, table_of
+from graven.tasks.retrieval import Retrieval
+
+FORMAT = 1
+SMOOTHING = 0.1  # weight of the newest step in the running exact match that gates a stage
+LAST_RATE = 0.05  # where a cosine ends, as a share of the rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stretch of training.
+
+    Args:
+        pairs: Sizes of context, N; one is drawn for each step.
+        steps: Numbers of write steps, K; one is drawn for each step.
+        at_most: Training steps after which the stage ends in any case.
+        until: Running exact match that ends it earlier.
+        decay: The rate falls along a cosine over `at_most` steps, to 5 % of itself.
+    """
+
+    pairs: tuple[int, ...]
+    steps: tuple[int, ...]
+    at_most: int
+    until: float = 2.0
+    decay: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.pairs or not self.steps or min(self.pairs) < 1 or min(self.steps) < 0 or self.at_most < 1:
+            raise SpecError("a stage needs `pairs` of at least 1, `steps` of at least 0 and `at_most` of at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW without weight decay.
+
+    Args:
+        rate: Its step size after the warm-up.
+        batch: Contexts in a step, B.
+        micro_batch: Contexts that are in memory at once; small ones are also faster where they fit the cache.
+        warm_up: Steps in which the rate rises from 0.
+        betas: Decay of the two moments.
+        clip: Largest norm of the gradient.
+    """
+
+    rate: float = 1e-3
+    batch: int = 32
+    micro_batch: int = 8
+    warm_up: int = 30
+    betas: tuple[float, ...] = (0.9, 0.95)
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.micro_batch < 1 or self.batch % self.micro_batch:
+            raise SpecError(f"`batch` is {self.batch} and `micro_batch` is {self.micro_batch}; the first must be a multiple of the second.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSpec:
+    """Everything that a run depends on; the same spec and seed give the same bits on one machine."""
+
+    seed: int
+    task: Retrieval
+    model: DecoderSpec
+    memory: GradMemSpec
+    optimizer: Optimizer
+    stage: tuple[Stage, ...]
+    checkpoint_every: int = 25
+
+    def __post_init__(self) -> None:
+        if self.model.vocabulary != self.task.vocabulary:
+            raise SpecError(
+                f"`model.vocabulary` is {self.model.vocabulary} and the task has {self.task.vocabulary} tokens "
+                f"({self.task.symbols} symbols and 4 marks); make them equal."
+            )
+        if not self.stage:
+            raise SpecError("the spec has no [[stage]]; add at least one.")
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    stage: int = 0
+    stage_step: int = 0
+    running: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished checkpoint: the memory with its model, and the spec it came from."""
+
+    memory: GradMem
+    spec: TrainSpec
+    about: dict[str, Any]
+
+
+def read_spec(path: Path) -> TrainSpec:
+    """A spec from its TOML file.
+
+    Raises:
+        SpecError: It is missing, is no TOML, or has a wrong field.
+    """
+    return build(TrainSpec, read_toml(path), where=path.name)
+
+
+def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
+    """Model and memory at the start of a run."""
+    torch.manual_seed(spec.seed)
+    return GradMem(Small(spec.model, name=name), spec.memory, seed=spec.seed)
+
+
+def train(
+    spec: TrainSpec, out: Path, *, resume: bool = False, report: Callable[[dict[str, Any]], None] | None = None, stop_after: int | None = None
+) -> Trained | None:
+    """Train to the end of the last stage, or for `stop_after` more steps.
+
+    Args:
+        spec: What to train.
+        out: Folder of the run; made where it is missing.
+        resume: Go on from the folder's last whole checkpoint.
+        report: Called with each row of the learning curve.
+    Returns:
+        The checkpoint, or None where `stop_after` came first.
+    Raises:
+        OutputError: The folder holds a run and `resume` was not asked for, or cannot be written to.
+        SpecError: The folder's run is of another spec.
+    """
+    memory = new_memory(spec, name=out.name)
+    optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas[:2], weight_decay=0.0)  # type: ignore[arg-type]  # a tuple of two
+    progress, curve = _open_run(spec, out, memory, optimizer, resume=resume)
+    last = None if stop_after is None else progress.step + stop_after
+    while progress.stage < len(spec.stage):
+        if progress.step == last:
+            _save_run(spec, out, memory, optimizer, progress, curve)
+            return None
+        began = time.process_time()
+        row = _step(spec, memory, optimizer, progress)
+        progress.cpu_seconds += time.process_time() - began
+        curve.append({**row, "cpu_seconds": round(progress.cpu_seconds, 2)})
+        if report is not None:
+            report(curve[-1])
+        if progress.step % spec.checkpoint_every == 0:
+            _save_run(spec, out, memory, optimizer, progress, curve)
+    _save_run(spec, out, memory, optimizer, progress, curve)
+    return _finish(spec, out, memory, progress)
+
+
+def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
+    """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
+    stage, settings = spec.stage[progress.stage], spec.optimizer
+    generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
+    pairs = stage.pairs[int(torch.randint(len(stage.pairs), (1,), generator=generator))]
+    steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))]
+    rate = settings.rate * min(1.0, (progress.step + 1) / settings.warm_up) if settings.warm_up else settings.rate
+    if stage.decay:
+        rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.at_most)) / 2
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    loss, exact = 0.0, 0.0
+    parts = settings.batch // settings.micro_batch
+    for _ in range(parts):
+        episode = spec.task.sample(settings.micro_batch, pairs=pairs, generator=generator)
+        logits = read_episode(memory, memory.write(memory.start(settings.micro_batch), episode.context, steps=steps), episode)
+        part = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten()) / parts
+        part.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        loss += float(part.detach())
+        exact += float(right(logits.detach(), episode).float().mean()) / parts
+    norm = float(torch.nn.utils.clip_grad_norm_(memory.parameters(), settings.clip))
+    if math.isfinite(norm):  # one bad batch is passed over, and the row says so
+        optimizer.step()
+    optimizer.zero_grad()
+    row = {"step": progress.step, "stage": progress.stage, "pairs": pairs, "steps": steps, "rate": rate, "loss": loss, "exact_match": exact, "norm": norm}
+    progress.running += SMOOTHING * (exact - progress.running)
+    progress.step += 1
+    progress.stage_step += 1
+    if progress.stage_step == stage.at_most or progress.running > stage.until:
+        progress.stage, progress.stage_step, progress.running = progress.stage + 1, 0, 0.0
+    return row
+
+
+def _open_run(
+    spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, *, resume: bool
+) -> tuple[Progress, list[dict[str, Any]]]:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make the folder {out}: {error.strerror}. Choose another with --out.") from error
+    place = out / "resume.safetensors"
+    if not place.exists():
+        if (out / "model.safetensors").exists():
+            raise OutputError(f"{out} holds a finished checkpoint; choose another folder with --out.")
+        if resume:
+            raise OutputError(f"{out} holds no run to resume; leave out --resume to start one.")
+        return Progress(), []
+    if not resume:
+        raise OutputError(f"{out} holds an unfinished run; pass --resume to go on with it, or choose another folder with --out.")
+    with safe_open(place, framework="pt") as file:
+        about = json.loads(file.metadata()["graven"])
+    if about["spec"] != json.loads(json.dumps(table_of(spec))):
+        raise SpecError(f"the run in {out} was started from another spec; resume it with that one, or choose another folder with --out.")
+    tensors = load_file(place)
+    memory.load_state_dict({name.removeprefix("memory."): x for name, x in tensors.items() if name.startswith("memory.")})
+    progress = Progress(**about["progress"])
+    for name, parameter in memory.named_parameters():
+        if f"first.{name}" in tensors:
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(about["updates"])), "exp_avg": tensors[f"first.{name}"], "exp_avg_sq": tensors[f"second.{name}"],
+            }
+    return progress, [row for row in read_lines(out / "curve.jsonl") if row["step"] < progress.step]
+
+
+def _save_run(
+    spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]
+) -> None:
+    """Learning curve, its picture, and everything that the next step depends on."""
+    write_lines(out / "curve.jsonl", curve)
+    draw_curve(out / "curve.png", curve)
+    tensors = {f"memory.{name}": x for name, x in memory.state_dict().items()}
+    updates = 0
+    for name, parameter in memory.named_parameters():
+        if state := optimizer.state.get(parameter):
+            tensors |= {f"first.{name}": state["exp_avg"], f"second.{name}": state["exp_avg_sq"]}
+            updates = int(state["step"])
+    about = {"spec": table_of(spec), "progress": dataclasses.asdict(progress), "updates": updates}
+    _save(out / "resume.safetensors", tensors, about)
+
+
+def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress) -> Trained:
+    about = {
+        "format": FORMAT,
+        "spec": table_of(spec),
+        "trained": {"steps": progress.step, "cpu_seconds": round(progress.cpu_seconds), "torch": str(torch.__version__), "machine": platform.machine()},
+    }
+    write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
+    _save(out / "model.safetensors", dict(memory.state_dict()), {})
+    (out / "resume.safetensors").unlink()
+    return Trained(memory.eval(), spec, about)
+
+
+def load_trained(folder: Path, *, name: str) -> Trained:
+    """A finished checkpoint.
+
+    Raises:
+        ModelError: The folder holds none, or it is not whole.
+    """
+    try:
+        about = json.loads((folder / "model.json").read_text())
+        spec = build(TrainSpec, about["spec"], where="model.json")
+        memory = new_memory(spec, name=name)
+        memory.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError, SpecError) as error:
+        raise ModelError(f"{folder} holds no whole graven checkpoint ({str(error).splitlines()[0][:120]}); train it again or fetch it anew.") from error
+    return Trained(memory.eval(), spec, about)
+
+
+def draw_curve(path: Path, curve: list[dict[str, Any]]) -> None:
+    """Exact match and loss against CPU minutes, one colour for each number of pairs."""
+    with figure(path, columns=2) as (left, centre):
+        for pairs in sorted({row["pairs"] for row in curve}):
+            rows = [row for row in curve if row["pairs"] == pairs]
+            minutes = [row["cpu_seconds"] / 60 for row in rows]
+            left.plot(minutes, [row["exact_match"] for row in rows], ".", ms=2, label=f"{pairs} pairs")
+            centre.plot(minutes, [row["loss"] for row in rows], ".", ms=2)
+        left.set(xlabel="CPU minutes", ylabel="exact match", ylim=(0, 1.02))
+        centre.set(xlabel="CPU minutes", ylabel="read loss", yscale="log")
+        left.legend(markerscale=4, frameon=False)
+
+
+def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    whole = {name: x.detach().contiguous().clone() for name, x in tensors.items()}
+    write_atomically(path, lambda temporary: save_file(whole, temporary, metadata={"graven": json.dumps(about)}))

@@ -5,13 +5,14 @@ file of its own. What both need is here.
 
 Padding may stand anywhere. Every call brings the real columns of each row to the front, runs, and puts the results back, so a backbone
 only ever meets padding on the right, where a causal model cannot see it. Positions count real columns, the memory's included.
+What stands at padding must be finite, and means nothing: zero times NaN would still be NaN.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +21,7 @@ from torch import Tensor
 from graven.tasks.base import Tokens, front, rows_at
 
 
+@runtime_checkable  # for the shape checks of the tests
 class LanguageModel(Protocol):
     """What a memory needs of a language model.
 
@@ -31,6 +33,7 @@ class LanguageModel(Protocol):
         positions: Most columns that it takes, memory included; no limit where None.
         embedding_scale: Standard deviation of its token embeddings.
         head_weight: The matrix of its head, [A, hidden_width].
+        twice_differentiable: Whether a gradient through it can be differentiated again, which training through a write needs.
     """
 
     name: str
@@ -46,18 +49,27 @@ class LanguageModel(Protocol):
     def head_weight(self) -> Tensor: ...
 
     @property
+    def twice_differentiable(self) -> bool: ...
+
+    @property
     def fingerprint(self) -> str:
         """Hash of what decides whether a memory fits: configuration, embeddings, tokens."""
         ...
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "B T D"]:
-        """Embeddings of tokens; whatever stands at padding means nothing."""
+        """Embeddings of tokens, on the model's device; whatever stands at padding means nothing."""
         ...
 
     def hidden(
         self, embeddings: Float[Tensor, "B T D"], *, mask: Bool[Tensor, "B T"] | None = None, positions: Int[Tensor, "B T"] | None = None
     ) -> Float[Tensor, "B T E"]:
-        """Last hidden states. Positions count the real columns where they are left out; whatever stands at padding means nothing."""
+        """Last hidden states. Positions count the real columns where they are left out; whatever stands at padding means nothing.
+
+        Raises:
+            ShapeError: `embeddings` has another width than the model.
+            ModelError: The model has no positions that can be set.
+            TextError: There are more columns than the model takes.
+        """
         ...
 
     def logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
@@ -70,6 +82,8 @@ class LanguageModel(Protocol):
         Args:
             most: Most tokens.
             stop: A row ends before the first of these tokens.
+        Raises:
+            TextError: Prefix, query and `most` tokens are more columns than the model takes.
         """
         ...
 
@@ -120,11 +134,17 @@ def in_front(
     mask: Bool[Tensor, "B T"] | None,
     positions: Int[Tensor, "B T"] | None = None,
 ) -> Tensor:
-    """Run rows with their real columns brought to the front, and put the results back where the columns stood."""
-    if mask is None or bool((mask[:, 1:] <= mask[:, :-1]).all()):  # nothing real stands behind padding
+    """Run rows with their real columns brought to the front, no wider than the longest, and put the results back where the columns stood."""
+    if mask is None or not mask.numel():
         return run(x, positions)
-    order = front(mask)
-    return rows_at(run(rows_at(x, order), None if positions is None else positions.gather(1, order)), order.argsort(-1))
+    order, longest = front(mask), max(int(mask.sum(-1).max()), 1)
+    if positions is not None:
+        positions = positions.masked_fill(~mask, 0)  # whatever stood there may lie beyond a table of positions
+    if longest == mask.shape[1] and bool((order[:, 1:] > order[:, :-1]).all()):  # nothing would move
+        return run(x, positions)
+    there = order[:, :longest]
+    back = order.argsort(-1).clamp(max=longest - 1)
+    return rows_at(run(rows_at(x, there), None if positions is None else positions.gather(1, there)), back)
 
 
 def digest(*parts: bytes) -> str:
@@ -136,16 +156,23 @@ def digest(*parts: bytes) -> str:
     return total.hexdigest()
 
 
-def sampled_rows(weight: Tensor, *, rows: int = 64) -> bytes:
+def sampled_rows(weight: Float[Tensor, "A D"], *, rows: int = 64) -> bytes:
     """Evenly spaced rows of a matrix in bfloat16, so that loads in float32 and in bfloat16 hash alike."""
-    at = torch.linspace(0, len(weight) - 1, min(rows, len(weight))).long()
-    return weight.detach().cpu()[at].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    sample = weight.detach()[evenly(len(weight), rows, device=weight.device)]
+    return sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()
+
+
+def evenly(count: int, most: int, *, device: torch.device) -> Int[Tensor, "A"]:
+    """At most so many of the indices below `count`, evenly spaced, with the first and the last."""
+    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64, device=device).long()
 
 
 def canonical(config: dict[str, object]) -> bytes:
     """JSON of a configuration without what a save and a load may change."""
     volatile = {"dtype", "torch_dtype", "transformers_version", "architectures", "_name_or_path"}
-    return json.dumps({k: v for k, v in config.items() if k not in volatile}, sort_keys=True).encode()
+    # by way of JSON, so that the parts of nested configurations lose them too
+    kept = json.loads(json.dumps(config), object_hook=lambda part: {k: v for k, v in part.items() if k not in volatile})
+    return json.dumps(kept, sort_keys=True).encode()
 
 
 def without_state(tokenizer: str) -> bytes:

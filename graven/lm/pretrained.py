@@ -1,73 +1,104 @@
 """Any causal language model of Hugging Face transformers: from a directory, a hub id or a GGUF file.
 
 A probe at load time compares the logits that the model gives for token ids with those that graven gets for their embeddings. Models that
-scale or augment their embeddings inside fail it and are refused: free vectors would not mean to them what graven thinks.
+scale or augment their embeddings inside fail it and are refused: free vectors would not mean to them what graven thinks. So are models whose
+columns see later ones, and heads that are more than a matrix, a factor and a cap.
 """
 
+import struct
 from collections.abc import Collection
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from graven.errors import ModelError
-from graven.lm.base import Continuation, canonical, digest, in_front, sampled_rows, without_state
+from graven.errors import ModelError, TextError
+from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, without_state
 from graven.shapes import check
 from graven.tasks.base import Tokens, rows_at
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Pretrained(nn.Module):
     """A Hugging Face causal language model and its tokenizer.
 
     Args:
-        model: In eval mode; its weights stay as they are unless a training says otherwise.
+        model: Put into eval mode, its settings for generation cleared; its weights stay as they are unless a training says otherwise.
         tokenizer: Text to tokens and back, without special tokens of its own making.
         name: What a user calls it.
         revision: Snapshot of a hub id, or None.
     Raises:
-        ModelError: The probe found that embeddings do not stand for tokens in this model.
-    Source: ours; tests/test_lm.py runs it over a dozen architectures.
+        ModelError: The probe found that embeddings do not stand for tokens in this model, that its head is unknown or that it is not causal.
+    Source: ours; tests/test_lm.py runs it over two dozen architectures.
     """
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", *, name: str, revision: str | None = None):
+    # `model` and `tokenizer` are Any for the reason that `library` gives
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, revision: str | None = None):
         super().__init__()
         self.model, self.tokenizer, self.name, self.revision = model, tokenizer, name, revision
-        weight = model.get_input_embeddings().weight
-        self.width, self.vocabulary = weight.shape[1], self.head_weight.shape[0]
-        self.hidden_width = self.head_weight.shape[1]
-        self.positions: int | None = getattr(model.config, "max_position_embeddings", None)
-        from transformers import GenerationConfig
-
+        if model.get_output_embeddings() is None:
+            raise ModelError(f"{self} has no head that is one matrix, so no logits can be read from a memory. Use another model.")
+        self.width: int = model.get_input_embeddings().weight.shape[1]
+        self.vocabulary: int
+        self.hidden_width: int
+        self.vocabulary, self.hidden_width = self.head_weight.shape
+        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         ends = model.generation_config.eos_token_id
         self.stop: frozenset[int] = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         # The model's own settings (sampling, penalties) would fill whatever a call leaves open; graven reads the most probable text.
-        model.generation_config = GenerationConfig()
+        model.generation_config = library().GenerationConfig()
+        self.eval()  # the wrapper and all inside; dropout would make every probe fail
         self._probe()
+
+    def __str__(self) -> str:
+        return f"{self.name} ({type(self.model).__name__})"
 
     @property
     def embedding_scale(self) -> float:
-        return float(self.model.get_input_embeddings().weight.detach().float().std())
+        embeddings = self.model.get_input_embeddings()
+        sample = evenly(len(embeddings.weight), 1024, device=embeddings.weight.device)
+        return float(embeddings(sample).detach().float().std())
 
     @property
-    def head_weight(self) -> Tensor:
-        return self.model.get_output_embeddings().weight
+    def head_weight(self) -> Float[Tensor, "A E"]:
+        weight: Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+    @property
+    def twice_differentiable(self) -> bool:
+        """Found by trying, because it depends on the machine as well: the fused attention kernels have no second derivative."""
+        x = self.model.get_input_embeddings()(torch.arange(4, device=self.model.device)[None]).detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(self.hidden(x).square().sum(), x, create_graph=True)
+            try:
+                torch.autograd.grad(gradient.square().sum(), x)
+            except RuntimeError as error:
+                if "not implemented" not in str(error):
+                    raise
+                return False
+        return True
 
     @property
     def fingerprint(self) -> str:
         tokenizer = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else repr(sorted(self.tokenizer.get_vocab().items()))
-        return digest(
-            canonical(self.model.config.to_diff_dict()), sampled_rows(self.model.get_input_embeddings().weight), without_state(tokenizer)
-        )
+        return digest(canonical(self.model.config.to_diff_dict()), sampled_rows(self.model.get_input_embeddings().weight), without_state(tokenizer))
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a text and nothing else: no token is added before or after."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """Tokens of a text and nothing else: no token is added before or after.
+
+        Raises:
+            ModelError: The tokenizer gives a token that the model has no embedding of.
+        """
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        known = len(self.model.get_input_embeddings().weight)
+        if ids and max(ids) >= known:
+            raise ModelError(f"the tokenizer of {self} gives token {max(ids)} and the model knows {known}; use the tokenizer that belongs to it.")
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, special ones spelled out."""
@@ -75,33 +106,36 @@ class Pretrained(nn.Module):
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "B T D"]:
         # the module, never its weight: some models scale inside the module
-        return self.model.get_input_embeddings()(tokens.ids)
+        embedded: Tensor = self.model.get_input_embeddings()(tokens.ids.to(self.model.device))
+        return embedded
 
     def hidden(
         self, embeddings: Float[Tensor, "B T D"], *, mask: Bool[Tensor, "B T"] | None = None, positions: Int[Tensor, "B T"] | None = None
     ) -> Float[Tensor, "B T E"]:
         check(embeddings=(embeddings, f"B T {self.width}"))
+        if positions is not None and not self._minds_positions:
+            raise ModelError(f"{self} derives positions from the order of columns and ignores any that are given; leave `positions` out.")
         return in_front(self._run, embeddings, mask=mask, positions=positions)
 
     def logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
-        config = self.model.config
-        logits = self.model.get_output_embeddings()(hidden)
+        config = self.model.config.get_text_config()
+        logits: Tensor = self.model.get_output_embeddings()(hidden.to(self.head_weight.dtype))  # Mamba's are float32 at any precision
         logits = logits / getattr(config, "logits_scaling", 1.0)  # Granite
+        logits = logits * (getattr(config, "logit_scale", None) or 1.0)  # Cohere
         cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2 and 3
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @torch.no_grad()
     def generate(self, prefix: Float[Tensor, "B M D"], query: Tokens, *, most: int, stop: Collection[int]) -> list[Continuation]:
-        from transformers import GenerationConfig
-
+        tokens = query.aligned()
+        self._make_room(prefix.shape[1] + tokens.ids.shape[1] + max(most - 1, 0))  # the last token is not read again
         if most == 0:
             return [Continuation([], []) for _ in prefix]
-        tokens = query.aligned()
         rows = torch.cat([prefix.to(self.model.dtype), self.embed(tokens)], dim=1)
-        mask = torch.cat([torch.ones(prefix.shape[:2], dtype=torch.bool), tokens.mask], dim=1)
+        mask = torch.cat([torch.ones(prefix.shape[:2], dtype=torch.bool, device=rows.device), tokens.mask.to(rows.device)], dim=1)
         # transformers continues from the last column, so here padding goes before the memory
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True, descending=True)
-        settings = GenerationConfig(
+        settings = library().GenerationConfig(
             max_new_tokens=most,
             do_sample=False,
             pad_token_id=0,
@@ -109,8 +143,9 @@ class Pretrained(nn.Module):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        out: Any = self.model.generate(inputs_embeds=rows_at(rows, order), attention_mask=mask.gather(1, order).long(), generation_config=settings)
-        chosen = torch.stack(out.logits, dim=1).float().log_softmax(-1).gather(-1, out.sequences[..., None])[..., 0]
+        out = self.model.generate(inputs_embeds=rows_at(rows, order), attention_mask=mask.gather(1, order).long(), generation_config=settings)
+        steps = zip(out.logits, out.sequences.T, strict=True)
+        chosen = torch.stack([logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0] for logits, token in steps], dim=1)
         done = []
         for ids, values in zip(out.sequences.tolist(), chosen.tolist(), strict=True):
             length = next((at for at, token in enumerate(ids) if token in stop), len(ids))
@@ -118,24 +153,51 @@ class Pretrained(nn.Module):
         return done
 
     def _run(self, embeddings: Tensor, positions: Tensor | None) -> Tensor:
-        given = {} if positions is None else {"position_ids": positions}
-        return self.model.base_model(inputs_embeds=embeddings.to(self.model.dtype), use_cache=False, **given).last_hidden_state
+        self._make_room(embeddings.shape[1])
+        given: dict[str, Tensor] = {}
+        if positions is not None:
+            # without a mask, transformers takes a jump in positions for the start of another text and hides what stands before it
+            given = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+        hidden: Tensor = self.model.base_model(inputs_embeds=embeddings.to(self.model.dtype), use_cache=False, **given).last_hidden_state
+        return hidden
+
+    def _make_room(self, columns: int) -> None:
+        if self.positions is not None and columns > self.positions:
+            raise TextError(
+                f"memory, text and what is to be written take {columns} columns, and {self} has positions for {self.positions}; "
+                "shorten the text, or use fewer slots."
+            )
+
+    @cached_property
+    def _minds_positions(self) -> bool:
+        # by trying, because some architectures take positions as an argument and drop them without a word
+        ids = torch.arange(4, device=self.model.device)[None]
+        x, close = self.model.get_input_embeddings()(ids).detach(), torch.arange(4, device=self.model.device)[None]
+        with torch.no_grad():
+            return not torch.equal(self._run(x, close), self._run(x, 2 * close))
 
     @torch.no_grad()
     def _probe(self) -> None:
-        ids = torch.randint(self.vocabulary, (1, 12), generator=torch.Generator().manual_seed(0))
-        kind = type(self.model).__name__
-        advice = "its embeddings are scaled or augmented inside, so memory vectors would not mean to it what tokens do. Use another model."
+        ids = torch.randint(self.vocabulary, (1, 12), generator=torch.Generator().manual_seed(0)).to(self.model.device)
         expected = self.model(input_ids=ids, use_cache=False).logits
+        embedded = self.embed(Tokens.full(ids))
         try:
-            got = self.logits(self.hidden(self.embed(Tokens.full(ids))))
-        except (RuntimeError, ValueError, TypeError) as error:
-            first = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-            raise ModelError(f"{self.name} ({kind}) does not run from embeddings ({first}); {advice}") from error
-        off = float((got.float() - expected.float()).abs().max() / expected.float().std().clamp(min=1e-6))
-        tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
-        if not off <= tolerance:
-            raise ModelError(f"{self.name} ({kind}) gives other logits for embeddings than for their tokens (off by {off:.2g} of their spread); {advice}")
+            whole = self.model(inputs_embeds=embedded, use_cache=False).logits
+            hidden, start = self.hidden(embedded), self.hidden(embedded[:, :6])
+            ours = self.logits(hidden)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{self} does not run from embeddings ({reason(error)}), so memory vectors cannot reach it. Use another model."
+            ) from error
+        foreign = "scales or augments its embeddings inside, so memory vectors would not mean to it what tokens do"
+        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
+        for got, wanted, fault in (
+            (whole, expected, foreign),
+            (ours, expected, "has a head that graven does not know, so its hidden states cannot be turned into logits"),
+            (start, hidden[:, :6], "lets a column see later ones, so nothing can be written or answered one token after another"),
+        ):
+            if not (off := spread(got, wanted)) <= tolerance:
+                raise ModelError(f"{self} {fault} (a probe is off by {off:.2g} standard deviations). Use another model.")
 
 
 def load_pretrained(
@@ -144,53 +206,101 @@ def load_pretrained(
     """A model and its tokenizer from a directory, a GGUF file or a hub id; nothing of a model's own code is ever run.
 
     Args:
-        path: Directory in the format of `save_pretrained`, a `.gguf` file (needs the package gguf), or a hub id.
+        path: Directory in the format of `save_pretrained`, a `.gguf` file (needs the packages gguf and accelerate), or a hub id.
         dtype: Of the weights.
         attention: "eager" can be differentiated twice, which training through a write needs; the library's choice where left out.
     Raises:
         ModelError: There is no such model, it is not whole, or the probe refused it.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    place = Path(path)
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path, "trust_remote_code": False}
-    if place.suffix == ".gguf":
-        if not place.is_file():
-            raise ModelError(f"there is no file {path}; give the path of a GGUF file, a model directory or a hub id.")
-        where |= {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
-    elif place.is_dir():
-        if not (place / "config.json").is_file():
-            raise ModelError(f"the directory {path} holds no model: it has no config.json. Give a directory written by `save_pretrained`.")
-    elif place.exists():
-        raise ModelError(f"{path} is a file and no GGUF file; give a model directory, a `.gguf` file or a hub id.")
-    elif path.count("/") > 1 or path.startswith((".", "/", "~")) or not path.strip():
-        raise ModelError(f"there is no directory {path!r}; give a model directory, a `.gguf` file or a hub id.")
+    where = place(path)
+    library().utils.logging.set_verbosity_error()
+    library().utils.logging.disable_progress_bar()
+    model = load_whole(path, **where, dtype=getattr(torch, dtype), attn_implementation=attention)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            **where, dtype=getattr(torch, dtype), attn_implementation=attention, output_loading_info=True
+        tokenizer = library().AutoTokenizer.from_pretrained(**where)
+    except Exception as error:
+        if not isinstance(error, broken()) and type(error) is not Exception:  # the package tokenizers raises the bare class
+            raise
+        raise ModelError(f"{path} has no tokenizer that can be read ({reason(error)}); save one beside the model, or fetch both again.") from error
+    return Pretrained(model, tokenizer, name=path, revision=revision_of(path))
+
+
+def load_whole(path: str, **options: Any) -> Any:
+    """A transformers model, every weight of which was found.
+
+    Raises:
+        ModelError: It cannot be read, or it is not whole: transformers itself fills gaps with random numbers.
+    """
+    try:
+        model, report = library().AutoModelForCausalLM.from_pretrained(**options, output_loading_info=True, ignore_mismatched_sizes=True)
+    except broken() as error:
+        raise ModelError(f"cannot load {path}: {reason(error)}.") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{path} lacks {len(missing)} of its weights, {missing[0]} among them; the download or the save is not whole. Fetch it again."
         )
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
-        raise ModelError(f"cannot load {path}: {reason(error)}") from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise ModelError(f"{path} lacks {len(missing)} of its weights ({missing[0]}, ...); the download or the save was not complete. Fetch it again.")
-    return Pretrained(model.eval(), tokenizer, name=path, revision=revision_of(path))
+    if odd := sorted(report["mismatched_keys"]):
+        name, found, wanted = odd[0]
+        raise ModelError(f"in {path} the weight {name} has shape {tuple(found)} and its config.json asks for {tuple(wanted)}; fetch both again.")
+    return model
+
+
+def library() -> Any:
+    """transformers, imported where it is first needed because that takes seconds; Any, because its annotations do not hold up under mypy."""
+    return import_module("transformers")
+
+
+def broken() -> tuple[type[Exception], ...]:
+    """What transformers raises over files that are missing, cut off or filled with something else."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    plain = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError)
+    return (*plain, struct.error, SafetensorError, StrictDataclassError)
+
+
+def place(path: str) -> dict[str, Any]:
+    """What transformers needs to find a model.
+
+    Raises:
+        ModelError: The path cannot be a model, as far as one can tell without opening one.
+    """
+    advice = "give a model directory, a `.gguf` file or a hub id."
+    there, where = Path(path), {"pretrained_model_name_or_path": path, "trust_remote_code": False}
+    if there.suffix == ".gguf":
+        if not there.is_file():
+            raise ModelError(f"there is no file {path}; {advice}")
+        with there.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is no GGUF file, whatever its name says; {advice}")
+        if lacking := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
+            raise ModelError(f"reading the GGUF file {path} takes the package {' and '.join(lacking)}; run `pip install 'graven[gguf]'`.")
+        return where | {"pretrained_model_name_or_path": str(there.parent), "gguf_file": there.name}
+    if path.strip() and there.is_dir():
+        if not (there / "config.json").is_file():
+            raise ModelError(f"the directory {path} holds no model: it has no config.json. Give a directory written by `save_pretrained`.")
+    elif path.strip() and there.exists():
+        raise ModelError(f"{path} is a file and no GGUF file; {advice}")
+    elif path.count("/") > 1 or path.startswith((".", "/", "~")) or not path.strip():
+        raise ModelError(f"there is no directory {path!r}; {advice}")
+    return where
+
+
+def spread(got: Float[Tensor, "B T A"], expected: Float[Tensor, "B T A"]) -> float:
+    """Largest difference, in standard deviations of what was expected."""
+    return float((got.float() - expected.float()).abs().max() / expected.float().std().clamp(min=1e-6))
 
 
 def reason(error: BaseException) -> str:
-    """First line of the deepest cause that says something, and what to do where the network is the cause."""
+    """First sentence of what an error says, or what to do where its cause is the network or the spelling; without a full stop."""
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
-    if any(type(link).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError") for link in chain):
-        return "it is not on this machine and the hub cannot be reached. Give the path of a model directory, or connect once to fetch it."
-    if any(type(link).__name__ in ("RepositoryNotFoundError", "HFValidationError") for link in chain):
-        return "there is no such directory, and no such model on the hub. Check the spelling."
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    kinds = {type(link).__name__ for link in chain}
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
+        return "it is not on this machine and the hub cannot be reached; give the path of a model directory, or connect once to fetch it"
+    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
+        return "there is no such directory, and no such model on the hub; check the spelling"
+    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0][:200].rstrip(" .:")
 
 
 def revision_of(path: str) -> str | None:

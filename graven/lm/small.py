@@ -17,7 +17,8 @@ class Small(nn.Module):
     def __init__(self, spec: DecoderSpec, *, name: str = "small"):
         super().__init__()
         self.decoder = Decoder(spec)
-        self.name, self.positions = name, None
+        self.name = name
+        self.positions: int | None = None
         self.width = self.hidden_width = spec.width
         self.vocabulary = spec.vocabulary
 
@@ -30,11 +31,16 @@ class Small(nn.Module):
         return self.decoder.head.weight
 
     @property
+    def twice_differentiable(self) -> bool:
+        return True
+
+    @property
     def fingerprint(self) -> str:
         return digest(repr(self.decoder.spec).encode(), sampled_rows(self.decoder.tokens.weight))
 
     def embed(self, tokens: Tokens) -> Float[Tensor, "B T D"]:
-        return in_front(lambda ids, _: self.decoder.embed(ids[..., 0]), tokens.ids[..., None], mask=tokens.mask)
+        device = self.head_weight.device
+        return in_front(lambda ids, _: self.decoder.embed(ids[..., 0]), tokens.ids.to(device)[..., None], mask=tokens.mask.to(device))
 
     def hidden(
         self, embeddings: Float[Tensor, "B T D"], *, mask: Bool[Tensor, "B T"] | None = None, positions: Int[Tensor, "B T"] | None = None

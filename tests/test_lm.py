@@ -124,11 +124,14 @@ def test_explicit_positions_are_those_of_a_longer_row_whose_other_columns_are_hi
         else:
             positions = torch.arange(length)[None]
             expected = model.model.base_model(inputs_embeds=whole, attention_mask=seen.long(), position_ids=positions).last_hidden_state
-        mask = torch.tensor([[True, False, True, False, True, True, False, True]])
-        positions = torch.full((1, 8), 10**6).masked_scatter(mask, at)
-        embeddings = torch.zeros(1, 8, model.width).masked_scatter(mask[..., None], whole[:, at])
         assert_same(model.hidden(whole[:, at], positions=at[None]), expected[:, at])
-        assert_same(model.hidden(embeddings, mask=mask, positions=positions)[mask], expected[0, at])
+        # the same beside a shorter row, with padding whose position no table holds
+        mask = torch.tensor([[True, False, True, False, True, True, False, True], [True] + 7 * [False]])
+        positions = torch.full(mask.shape, 10**6).masked_scatter(mask, torch.cat([at, at[:1]]))
+        embeddings = torch.zeros(2, length, model.width).masked_scatter(mask[..., None], torch.cat([whole[0, at], whole[0, :1]]))
+        hidden = model.hidden(embeddings, mask=mask, positions=positions)
+        assert_same(hidden[0, mask[0]], expected[0, at])
+        assert_same(hidden[1, 0], expected[0, 0])
 
 
 @pytest.mark.parametrize("name", POSITIONLESS)
@@ -233,20 +236,26 @@ def test_generation_settings_of_a_model_do_not_leak_in(generator):
 # Tokens and text
 
 
-def byte_pairs(**options):
+def byte_pairs():
     """A byte-level tokenizer that adds tokens on either side where it is asked to, and knows "he" and " s"."""
     vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "Ġs"])}
     backend = Tokenizer(models.BPE(vocabulary, [("h", "e"), ("Ġ", "s")]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", **options)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.mark.parametrize("text", ["", "she 's here , ok .", "  two\n\tlines ", "<s>naïve</s> \N{SNOWMAN} 日本"])
 def test_a_text_survives_its_tokens(text):
     raw = zoo.build("LlamaConfig", zoo.LLAMA | {"vocab_size": 260}, seed=0)
-    model = Pretrained(raw, byte_pairs(clean_up_tokenization_spaces=True), name="bytes")
+    model = Pretrained(raw, byte_pairs(), name="bytes")
     assert model.decode(model.encode(text)) == text
+
+
+def test_decoding_tidies_nothing_up_whatever_the_tokenizer_is_set_to():
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"it": 0, "'s": 1, ".": 2})), clean_up_tokenization_spaces=True)
+    assert tokenizer.decode([0, 1, 2]) == "it's."
+    assert Pretrained(zoo.architecture("llama"), tokenizer, name="llama").decode([0, 1, 2]) == "it 's ."
 
 
 def test_encoding_adds_no_tokens_of_its_own():

@@ -81,11 +81,11 @@ def architecture(name: str, *, attention: str | None = None) -> Any:
     return build(kind, settings, seed=zlib.crc32(name.encode()), attention=attention)
 
 
-def tokenizer(*, words: int = VOCABULARY, **options: Any) -> Any:
+def tokenizer(*, words: int = VOCABULARY) -> Any:
     """One word a token: w0, w1, ..., and the last of them for any other word."""
     backend = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token=f"w{words - 1}"))
     backend.pre_tokenizer = WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=f"w{words - 1}", pad_token="w0", eos_token="w2", **options)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, unk_token=f"w{words - 1}", pad_token="w0", eos_token="w2")
 
 
 def pretrained(name: str, *, attention: str | None = None) -> Pretrained:

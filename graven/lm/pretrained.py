@@ -139,7 +139,7 @@ class Pretrained(nn.Module):
             max_new_tokens=most,
             do_sample=False,
             pad_token_id=0,
-            eos_token_id=sorted(stop) or [self.vocabulary],  # a token that does not exist: without it, the model's own end would stop a row
+            eos_token_id=sorted(stop) or None,
             output_logits=True,
             return_dict_in_generate=True,
         )

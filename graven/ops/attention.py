@@ -45,6 +45,7 @@ def attention(
     if groups != heads:
         k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
     logits = (q * (width**-0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    some_see_nothing = mask is not None or (causal and length > k.shape[2])
     if causal:
         past = torch.ones(length, k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - length)
         mask = past if mask is None else mask & past
@@ -52,4 +53,6 @@ def attention(
         return logits.softmax(-1) @ v
     # A finite fill, not -inf: a row of -inf is NaN in the forward and in both backwards, even where it is masked out afterwards.
     weights = logits.masked_fill(~mask, torch.finfo(logits.dtype).min).softmax(-1)
-    return weights.masked_fill(~mask.any(-1, keepdim=True), 0.0) @ v
+    if some_see_nothing:
+        weights = weights.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    return weights @ v

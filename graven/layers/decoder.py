@@ -32,7 +32,7 @@ class DecoderSpec:
         convolution: Tokens that the convolution on the embeddings spans, its own included; 0 for none.
         tied: The head is the token embedding.
     Raises:
-        SpecError: One of the conditions above does not hold.
+        SpecError: A number is below 1 (`convolution`: below 0), or one of the conditions above does not hold.
     """
 
     vocabulary: int
@@ -45,6 +45,11 @@ class DecoderSpec:
     tied: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "layers", "heads", "key_value_heads", "hidden"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        if self.convolution < 0:
+            raise SpecError(f"`convolution` is {self.convolution}; it must be at least 0, which is none.")
         if self.width % (2 * self.heads):
             raise SpecError(f"`width` is {self.width} and `heads` is {self.heads}; `width` must be a multiple of 2 * `heads`.")
         if self.heads % self.key_value_heads:
@@ -65,7 +70,7 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(batch, length, self.heads + 2 * self.groups, self.head_width).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
         o = attention(rotate(q, rotation), rotate(k, rotation), v, mask=mask, causal=mask is None)
-        return self.out(o.transpose(1, 2).reshape(batch, length, -1))
+        return self.out(o.transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -107,13 +112,14 @@ class Decoder(nn.Module):
         self.spec = spec
         self.tokens = nn.Embedding(spec.vocabulary, spec.width)
         self.convolution = nn.Conv1d(spec.width, spec.width, spec.convolution, groups=spec.width) if spec.convolution else None
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        blocks = [Block(spec) for _ in range(spec.layers)]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(spec.width, eps=1e-6)
         self.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=spec.width**-0.5)
-        for block in self.blocks:  # the residual stream keeps its scale at any depth
+        for block in blocks:  # the residual stream keeps its scale at any depth
             for last in (block.attention.out, block.feed.down):
                 nn.init.normal_(last.weight, std=(2 * spec.layers * spec.width) ** -0.5)
         if spec.tied:

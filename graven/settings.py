@@ -52,14 +52,21 @@ def convert(hint: Any, value: object, *, where: str) -> Any:
     """One value as its annotation wants it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
+        if value is None and types.NoneType in arguments:
+            return None
         kinds = [kind for kind in arguments if kind is not types.NoneType]
         return convert(kinds[0], value, where=where)
     if origin is typing.Literal:
         if value in arguments:
             return value
         raise SpecError(f"`{where}` is {value!r}; it must be one of {', '.join(map(repr, arguments))}.")
-    if origin is tuple and isinstance(value, list | tuple):
-        return tuple(convert(arguments[0], item, where=f"{where}[{i}]") for i, item in enumerate(value))
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise SpecError(f"`{where}` is {value!r}; a list was expected.")
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else list(arguments)
+        if len(value) != len(kinds):
+            raise SpecError(f"`{where}` has {len(value)} entries; {len(kinds)} were expected.")
+        return tuple(convert(kind, item, where=f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
     if dataclasses.is_dataclass(hint):
         return build(typing.cast("type[Any]", hint), value, where=where)
     if hint is float and type(value) is int:
@@ -71,5 +78,5 @@ def convert(hint: Any, value: object, *, where: str) -> Any:
 
 
 def table_of(value: object) -> dict[str, Any]:
-    """A dataclass as a table that JSON and TOML can hold, without what is None."""
-    return {k: v for k, v in dataclasses.asdict(typing.cast("Any", value)).items() if v is not None}
+    """A dataclass as a table that JSON can hold and `build` takes back."""
+    return dataclasses.asdict(typing.cast("Any", value))

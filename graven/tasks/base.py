@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Int, Shaped
@@ -30,7 +29,7 @@ class Tokens:
             raise ShapeError(f"`ids` has shape {tuple(self.ids.shape)} and `mask` {tuple(self.mask.shape)}; give one mask entry per token.")
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]]) -> Self:
+    def of(cls, rows: Sequence[Sequence[int]]) -> "Tokens":
         """Rows of any lengths, padded on the right.
 
         >>> Tokens.of([[5, 6, 7], [8]]).mask.tolist()
@@ -45,7 +44,7 @@ class Tokens:
         return cls(ids, mask)
 
     @classmethod
-    def full(cls, ids: Int[Tensor, "*B T"]) -> Self:
+    def full(cls, ids: Int[Tensor, "*B T"]) -> "Tokens":
         """Rows without padding."""
         return cls(ids, torch.ones_like(ids, dtype=torch.bool))
 
@@ -54,15 +53,15 @@ class Tokens:
         """Real tokens in each row."""
         return self.mask.sum(-1)
 
-    def aligned(self) -> Self:
+    def aligned(self) -> "Tokens":
         """The same rows with every real token moved to the front and columns that are padding everywhere dropped."""
         longest = int(self.lengths.max()) if self.mask.numel() else 0
         order = front(self.mask)
-        return type(self)(self.ids.gather(-1, order)[..., :longest], self.mask.gather(-1, order)[..., :longest])
+        return Tokens(self.ids.gather(-1, order)[..., :longest], self.mask.gather(-1, order)[..., :longest])
 
-    def flat(self) -> Self:
+    def flat(self) -> "Tokens":
         """All leading axes as one: [B, Q, T] becomes [B * Q, T]."""
-        return type(self)(self.ids.flatten(0, -2), self.mask.flatten(0, -2))
+        return Tokens(self.ids.flatten(0, -2), self.mask.flatten(0, -2))
 
     def row(self, index: int) -> list[int]:
         """The real tokens of one row of [B, T]."""

@@ -86,9 +86,7 @@ class Retrieval:
 
     def episode(self, keys: Int[Tensor, "B N K"], values: Int[Tensor, "B N V"], *, asked: Int[Tensor, "B Q"] | None = None) -> Episode:
         """The context, queries and targets of given pairs; `asked` picks the pairs that are queried, all of them where left out."""
-        bang, colon, ask, end = (
-            torch.full((*keys.shape[:2], 1), self.mark(character), dtype=torch.long) for character in PUNCTUATION
-        )
+        bang, colon, ask, end = (torch.full((*keys.shape[:2], 1), self.mark(character), dtype=torch.long) for character in PUNCTUATION)
         context = torch.cat([bang, keys, colon, values, bang], -1).flatten(1)
         at_value = torch.zeros(self.pair_length, dtype=torch.bool)
         at_value[self.key_length + 2 : -1] = True
@@ -109,10 +107,10 @@ class Retrieval:
 
 def distinct(size: int, count: int, *, below: int, generator: torch.Generator) -> Int[Tensor, "B N"]:
     """Rows of different numbers below a bound, every order equally likely."""
-    if below <= 4 * max(count, 1024):
+    if below <= max(count * count, 4096):
         return torch.rand(size, below, generator=generator).argsort(-1)[:, :count]
     numbers = torch.randint(below, (size, count), generator=generator)
-    while True:  # a bound this large makes a repeat unlikely, so drawing such rows anew is cheap and keeps them uniform
+    while True:  # above the square of `count` most rows have no repeat, so drawing the others anew is cheap and keeps them uniform
         ordered = numbers.sort(-1).values
         repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
         if not repeated.any():
@@ -124,9 +122,10 @@ def parse_records(text: str, task: Retrieval) -> list[tuple[str, str]]:
     """Pairs from text with one `key:value` a line; blank lines are passed over.
 
     Raises:
-        TextError: A line is not `key:value`, has another length than the task's, a character outside its alphabet, or a key that was there.
+        TextError: A line is not `key:value`, has another length than the task's, a character outside its alphabet, or a key that was there;
+            or there is no line at all.
     """
-    alphabet = CHARACTERS[: task.symbols]
+    alphabet = alphabet_of(task)
     pairs: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -147,6 +146,17 @@ def parse_records(text: str, task: Retrieval) -> list[tuple[str, str]]:
     return list(pairs.items())
 
 
+def alphabet_of(task: Retrieval) -> str:
+    """The characters that stand for the symbols of a task, in order.
+
+    Raises:
+        TextError: It has more symbols than there are characters, so it speaks in token ids only.
+    """
+    if task.symbols > len(CHARACTERS):
+        raise TextError(f"this model has {task.symbols} symbols and text has {len(CHARACTERS)} characters for them. Use token ids, or another model.")
+    return CHARACTERS[: task.symbols]
+
+
 def digits_of(parts: Sequence[str]) -> Int[Tensor, "N K"]:
     """Keys or values of equal length as alphabet indices."""
     return torch.tensor([[CHARACTERS.index(character) for character in part] for part in parts], dtype=torch.long)
@@ -159,18 +169,20 @@ def key_of(query: str, task: Retrieval) -> str:
         TextError: It is no key of the task.
     """
     key = query.strip().removeprefix("?").removeprefix("!").removesuffix(":")
-    _check_part(key, what="the query", length=task.key_length, alphabet=CHARACTERS[: task.symbols])
+    _check_part(key, what="the query", length=task.key_length, alphabet=alphabet_of(task))
     return key
 
 
 def text_of(ids: Sequence[int], task: Retrieval) -> str:
     """Tokens as characters."""
-    return "".join((CHARACTERS[: task.symbols] + PUNCTUATION)[token] for token in ids)
+    characters = alphabet_of(task) + PUNCTUATION
+    return "".join(characters[token] for token in ids)
 
 
 def _check_part(part: str, *, what: str, length: int, alphabet: str) -> None:
     strange = next((character for character in part if character not in alphabet), None)
     if strange is not None:
-        raise TextError(f"{what} {part[:40]!r} has the character {strange!r}; this model knows letters and digits only. Spell it with those.")
+        known = "letters and digits" if alphabet == CHARACTERS else f"the characters {alphabet}"
+        raise TextError(f"{what} {part[:40]!r} has the character {strange!r}; this model knows {known} only. Spell it with those.")
     if len(part) != length:
         raise TextError(f"{what} {part[:40]!r} has {len(part)} characters; this model takes {length}. Use keys and values of that length.")

@@ -69,7 +69,7 @@ class GradMemSpec:
         control: Learned vectors on either side of the memory, other ones for writing than for reading.
         projection: A learned linear map, the identity at the start, between the state and the model.
     Raises:
-        SpecError: A number is out of range, or `order` asks to train through Adam.
+        SpecError: A number is out of range, or `order` and `rule` contradict each other.
     """
 
     slots: int
@@ -84,10 +84,15 @@ class GradMemSpec:
         for name, value, least in (("slots", self.slots, 1), ("steps", self.steps, 0), ("control", self.control, 0)):
             if value < least:
                 raise SpecError(f"`{name}` is {value}; it must be at least {least}.")
-        if not self.rule.rate > 0:
-            raise SpecError(f"`rate` is {self.rule.rate}; it must be above 0.")
+        for name, number in (("rate", self.rule.rate), ("clip", self.rule.clip if isinstance(self.rule, SGD) else None)):
+            if number is not None and not number > 0:
+                raise SpecError(f"`{name}` is {number}; it must be above 0.")
         if self.order not in ("second", "first", "none"):
             raise SpecError(f'`order` is {self.order!r}; it must be "second", "first" or "none".')
+        if isinstance(self.rule, SGD) and self.rule.learn not in ("no", "scalar", "coordinate"):
+            raise SpecError(f'`learn` is {self.rule.learn!r}; it must be "no", "scalar" or "coordinate".')
+        if isinstance(self.rule, SGD) and self.rule.learn != "no" and self.order == "none":
+            raise SpecError(f'`order` is "none" and `learn` is "{self.rule.learn}"; a rate cannot learn from steps that training does not see.')
         if isinstance(self.rule, Adam) and self.order != "none":
             raise SpecError(f'`order` is "{self.order}" and the rule is Adam, whose moments are not trained through; use SGD, or order="none".')
 
@@ -157,8 +162,8 @@ class GradMem(nn.Module):
             self.rate = nn.Parameter(torch.full(shape, spec.rule.rate))
 
     def start(self, batch: int) -> Float[Tensor, "B M D"]:
-        """The learned start state, one copy a row."""
-        return self.initial.float().expand(batch, -1, -1)
+        """The learned start state, one copy a row; float32, or float64 where the model is."""
+        return wide(self.initial).expand(batch, -1, -1)
 
     def write(
         self,
@@ -214,7 +219,7 @@ class GradMem(nn.Module):
         if self.write_head is None:
             rows = self.model.generate(prefix, nothing, most=most, stop=())
         else:
-            rows = greedy(self.model, prefix, nothing, most=most, stop=(), head=self.write_head)
+            rows = greedy(self.model, prefix, nothing, most=most, stop=(), head=self._write_logits)
         return [row.tokens[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def answer(self, state: Float[Tensor, "B M D"], query: Tokens, *, most: int, stop: Collection[int]) -> list[Continuation]:
@@ -229,8 +234,10 @@ class GradMem(nn.Module):
         check(**named)
         weight = context.mask if counted is None else context.mask & counted
         tokens = context.aligned()
-        weight = weight.gather(-1, front(context.mask))[:, : tokens.ids.shape[1]].float()
-        return Prepared(tokens, self.model.embed(tokens), weight / weight.sum(-1, keepdim=True).clamp(min=1.0))
+        weight = weight.gather(-1, front(context.mask))[:, : tokens.ids.shape[1]]
+        embedded = self.model.embed(tokens)
+        weight = weight.to(wide(embedded).dtype)
+        return Prepared(tokens, embedded, weight / weight.sum(-1, keepdim=True).clamp(min=1.0))
 
     def step(self, state: Float[Tensor, "B M D"], context: Prepared, moments: Moments | None = None) -> Step:
         """One step of a write. Under `torch.no_grad` nothing of it is kept for a backward pass, whatever the order."""
@@ -247,11 +254,14 @@ class GradMem(nn.Module):
 
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B"], Bool[Tensor, "B T"]]:
         hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
-        hidden = hidden[:, : context.tokens.ids.shape[1]]
-        logits = (self.model.logits(hidden) if self.write_head is None else self.write_head(hidden)).float()
+        logits = self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
         ids, mask = context.tokens.ids, context.tokens.mask
         losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
         return (losses * context.weight).sum(-1), (logits.argmax(-1) == ids) & mask
+
+    def _write_logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
+        """What a write predicts with: its own head, which is float32 whatever the model is, or the model's."""
+        return wide(self.model.logits(hidden)) if self.write_head is None else self.write_head(hidden.to(self.write_head.weight.dtype))
 
     def _hidden(self, state: Float[Tensor, "B M D"], embedded: Float[Tensor, "B T D"], *, control: Tensor | None) -> Float[Tensor, "B S E"]:
         """Hidden states from the last vector before the tokens on: the predictions of every token and of one more."""
@@ -281,6 +291,11 @@ class GradMem(nn.Module):
         second = moments.second.lerp(gradient * gradient, 1 - beta2)
         step = (first / (1 - beta1**count)) / ((second / (1 - beta2**count)).sqrt() + rule.epsilon)
         return state - rule.rate * step, Moments(first, second, count)
+
+
+def wide(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """As float32, float64 as it is: half precision would lose most of the updates of a memory."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def detached(context: Prepared) -> Prepared:

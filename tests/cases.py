@@ -1,0 +1,61 @@
+"""The memories that must obey the laws of `test_memory_laws.py`. A new memory is one more row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import zoo
+
+from graven.layers.decoder import DecoderSpec
+from graven.lm import Pretrained, Small
+from graven.memory.gradient import SGD, Adam, GradMem, GradMemSpec
+
+VOCABULARY = zoo.VOCABULARY
+LONGEST = 64  # tokens of the longest context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One memory.
+
+    Args:
+        make: Makes it anew, the same one each time.
+        tolerance: What rounding may do to a state, in standard deviations of what a write changes. Rounding differs between batches of
+            other sizes.
+        steps: Whether a write takes `steps`.
+    """
+
+    make: Callable[[], GradMem]
+    tolerance: float = 1e-4  # float32, through two layers and back, twice
+    steps: bool = True
+
+
+def small() -> Small:
+    model = Small(DecoderSpec(vocabulary=VOCABULARY, width=32, layers=2, heads=4, key_value_heads=2, hidden=48, convolution=3))
+    zoo.redraw(model, seed=1)
+    return model
+
+
+def llama(dtype: torch.dtype = torch.float32) -> Pretrained:
+    settings = zoo.LLAMA | {"max_position_embeddings": 2 * LONGEST}
+    return Pretrained(zoo.build("LlamaConfig", settings, seed=2, attention="eager").to(dtype), zoo.tokenizer(), name="llama")
+
+
+def gradmem(model: Callable[[], Small | Pretrained], **settings: object) -> Callable[[], GradMem]:
+    return lambda: GradMem(model(), GradMemSpec(**{"slots": 4, "steps": 2, **settings}), seed=3)
+
+
+PARTS = {"projection": True, "control": 2, "write_head": True}
+
+MEMORIES = {
+    "small": Case(make=gradmem(small)),
+    "small, first order": Case(make=gradmem(small, order="first")),
+    "small, learned coordinate rate": Case(make=gradmem(small, rule=SGD(learn="coordinate"))),
+    "small, projection, control, write head": Case(make=gradmem(small, **PARTS)),
+    "small, clip": Case(make=gradmem(small, rule=SGD(clip=0.01))),
+    # the first step of Adam is the sign of the gradient, and rounding decides the sign where the gradient is almost 0
+    "small, Adam": Case(make=gradmem(small, rule=Adam(), order="none"), tolerance=1e-2),
+    "llama": Case(make=gradmem(llama)),
+    "llama, Adam": Case(make=gradmem(llama, rule=Adam(), order="none"), tolerance=1e-2),
+    "llama in bfloat16": Case(make=gradmem(lambda: llama(torch.bfloat16), **PARTS), tolerance=0.2),
+}

@@ -1,0 +1,136 @@
+"""Who may import whom. The numbers stand here and nowhere else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import graven
+
+PACKAGE = Path(graven.__file__).parent
+
+# A part imports strictly lower numbers, or its own folder's `base`. Parts that do not exist yet have theirs already.
+LAYER = {
+    "errors": 0,
+    "shapes": 1,
+    "settings": 1,
+    "ops": 1,
+    "theory": 1,
+    "tasks": 1,
+    "report": 1,
+    "layers": 2,
+    "lm": 3,
+    "construct": 3,
+    "memory": 4,
+    "audit": 4,
+    "measure": 5,
+    "engrave": 5,
+    "train": 6,
+    "model": 7,
+    "run": 7,
+    "cli": 8,
+    "server": 8,
+}
+FILES = sorted(str(path.relative_to(PACKAGE.parent).with_suffix("")).replace("/", ".") for path in PACKAGE.rglob("*.py"))
+PACKAGES = [name for name in FILES if name.endswith(".__init__")]
+FILES = [name for name in FILES if name not in PACKAGES]
+LIGHT = [name for name in ("graven", "graven.errors", "graven.report", "graven.cli") if name in FILES or name == "graven"]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Every module that a syntax tree imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            # `from graven import settings` imports a part, and so does `from graven.lm import small`
+            names |= {f"{module}.{alias.name}" if module == "graven" else module for alias in node.names}
+    return names
+
+
+def part(module: str) -> str:
+    """`ops` of `graven.ops.attention`."""
+    return module.split(".")[1]
+
+
+def climbs(module: str, other: str) -> bool:
+    """True where `module` may not import `other`."""
+    if other.startswith("."):
+        return True  # a relative import hides which part it means
+    if not other.startswith("graven."):
+        return False
+    own_base = ".".join([*module.split(".")[:-1], "base"])
+    return other != own_base and LAYER[part(other)] >= LAYER[part(module)]
+
+
+def tree_of(module: str) -> ast.Module:
+    return ast.parse((PACKAGE.parent / (module.replace(".", "/") + ".py")).read_text())
+
+
+def computes(node: ast.stmt) -> bool:
+    """True for a statement that an `__init__.py` should not hold."""
+    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    names = isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]
+    return not (docstring or names or isinstance(node, ast.Import | ast.ImportFrom))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_a_part_imports_only_what_lies_below_it(module):
+    assert [other for other in sorted(imported(tree_of(module))) if climbs(module, other)] == []
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_no_part_imports_experiments_benchmarks_or_tests(module):
+    assert not {name.split(".")[0] for name in imported(tree_of(module))} & {"experiments", "benchmarks", "tests"}
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "refused"),
+    [
+        ("graven.ops.attention", "from graven.layers.decoder import Decoder", True),
+        ("graven.ops.attention", "def f():\n    import graven.cli", True),
+        ("graven.ops.attention", "from graven.ops.delta import delta", True),
+        ("graven.ops.attention", "from . import delta", True),
+        ("graven.lm.small", "from graven.lm.pretrained import Pretrained", True),
+        ("graven.report", "from graven import settings", True),
+        ("graven.lm.small", "from graven.lm.base import greedy", False),
+        ("graven.layers.decoder", "from graven.ops.attention import attention", False),
+        ("graven.layers.decoder", "import torch", False),
+    ],
+)
+def test_an_import_that_climbs_is_seen(module, source, refused):
+    assert any(climbs(module, other) for other in imported(ast.parse(source))) == refused
+
+
+@pytest.mark.parametrize("module", PACKAGES)
+def test_a_package_only_re_exports(module):
+    assert [ast.unparse(node) for node in tree_of(module).body if computes(node)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "refused"), [('"""Names."""\nfrom a import b\n__all__ = ["b"]', False), ("b = 1", True), ("def f(): ...", True), ("f()", True)]
+)
+def test_a_package_that_computes_is_seen(source, refused):
+    assert any(computes(node) for node in ast.parse(source).body) == refused
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_a_light_module_starts_without_torch_and_transformers(module):
+    heavy = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'matplotlib'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_report_is_made_without_torch(tmp_path):
+    source = (
+        "import sys; from pathlib import Path; from graven.report import *\n"
+        f"place = Path({str(tmp_path)!r})\n"
+        "write_lines(place / 'rows.jsonl', [{'a': 1, 'b': 2}])\n"
+        "table(read_lines(place / 'rows.jsonl'), row='a', column='b', value=str)\n"
+        "with figure(place / 'f.png') as axes: axes[0].plot([1, 2])\n"
+        "print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from graven.errors import OutputError
 
 if TYPE_CHECKING:
@@ -36,8 +38,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         temporary.chmod(0o666 & ~_umask())
         temporary.replace(path)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}. Free some space or choose another place.") from error
+    except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
+        raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}. Free some space or choose another place.") from error
     finally:
         temporary.unlink(missing_ok=True)
 

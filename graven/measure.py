@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from graven.errors import SpecError
 from graven.memory.gradient import GradMem
 from graven.tasks.base import Episode, Tokens
 from graven.tasks.retrieval import Retrieval
@@ -60,23 +61,30 @@ def right(logits: Float[Tensor, "B Q S A"], episode: Episode) -> Bool[Tensor, "B
 def exact_match(memory: GradMem, task: Retrieval, *, pairs: int, steps: Sequence[int], contexts: int, seed: int) -> Iterator[Row]:
     """One row for each number of steps; a write of more steps continues that of fewer, so the most steps are the cost.
 
+    Raises:
+        SpecError: There is nothing to measure, or a number of steps is negative.
     Source: ours; the measure is that of Kuratov et al. 2026, arXiv:2603.13875v2, table 1.
     """
-    generator = torch.Generator().manual_seed(seed)
     wanted = sorted(set(steps))
+    if contexts < 1 or pairs < 1 or not wanted or wanted[0] < 0:
+        raise SpecError(
+            f"`pairs` is {pairs}, `contexts` is {contexts} and `steps` is {wanted}; ask for at least one pair, one context and one number of steps."
+        )
+    generator = torch.Generator().manual_seed(seed)
     shares: dict[int, list[float]] = {k: [] for k in wanted}
     losses: dict[int, list[float]] = {k: [] for k in wanted}
     value_losses: dict[int, list[float]] = {k: [] for k in wanted}
     for first in range(0, contexts, CONTEXTS_AT_ONCE):
         episode = task.sample(min(CONTEXTS_AT_ONCE, contexts - first), pairs=pairs, generator=generator)
-        state = memory.start(len(episode.context.ids))
+        state, moments = memory.start(len(episode.context.ids)), None
+        whole, values = memory.prepare(state, episode.context), memory.prepare(state, episode.context, counted=episode.values)
         for k in range(wanted[-1] + 1):
-            step = memory.step(state, memory.prepare(state, episode.context))
+            step = memory.step(state, whole, moments)
             if k in shares:
                 shares[k] += right(read_episode(memory, state, episode), episode).float().mean(-1).tolist()
                 losses[k] += step.loss.tolist()
-                value_losses[k] += memory.step(state, memory.prepare(state, episode.context, counted=episode.values)).loss.tolist()
-            state = step.state
+                value_losses[k] += memory.step(state, values).loss.tolist()
+            state, moments = step.state, step.moments
     for k in wanted:
         share = torch.tensor(shares[k], dtype=torch.float64)
         yield Row(

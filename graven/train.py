@@ -74,7 +74,7 @@ class Optimizer:
     batch: int = 32
     micro_batch: int = 8
     warm_up: int = 30
-    betas: tuple[float, ...] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
 
     def __post_init__(self) -> None:
@@ -102,6 +102,11 @@ class TrainSpec:
             )
         if not self.stage:
             raise SpecError("the spec has no [[stage]]; add at least one.")
+        most = max(max(stage.pairs) for stage in self.stage)
+        if most > self.task.keys:
+            raise SpecError(f"a stage has {most} `pairs` and the task {self.task.keys} different keys; lower `pairs` or raise `key_length`.")
+        if self.checkpoint_every < 1:
+            raise SpecError(f"`checkpoint_every` is {self.checkpoint_every}; it must be at least 1.")
 
 
 @dataclass
@@ -135,8 +140,9 @@ def read_spec(path: Path) -> TrainSpec:
 
 def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
     """Model and memory at the start of a run."""
-    torch.manual_seed(spec.seed)
-    return GradMem(Small(spec.model, name=name), spec.memory, seed=spec.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        return GradMem(Small(spec.model, name=name), spec.memory, seed=spec.seed)
 
 
 def train(
@@ -156,7 +162,7 @@ def train(
         SpecError: The folder's run is of another spec.
     """
     memory = new_memory(spec, name=out.name)
-    optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas[:2], weight_decay=0.0)  # type: ignore[arg-type]  # a tuple of two
+    optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas, weight_decay=0.0)
     progress, curve = _open_run(spec, out, memory, optimizer, resume=resume)
     last = None if stop_after is None else progress.step + stop_after
     while progress.stage < len(spec.stage):
@@ -186,6 +192,8 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
         rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.at_most)) / 2
     for group in optimizer.param_groups:
         group["lr"] = rate
+    for parameter in memory.parameters():  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike
+        parameter.grad = torch.zeros_like(parameter)
     loss, exact = 0.0, 0.0
     parts = settings.batch // settings.micro_batch
     for _ in range(parts):
@@ -198,8 +206,16 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
     norm = float(torch.nn.utils.clip_grad_norm_(memory.parameters(), settings.clip))
     if math.isfinite(norm):  # one bad batch is passed over, and the row says so
         optimizer.step()
-    optimizer.zero_grad()
-    row = {"step": progress.step, "stage": progress.stage, "pairs": pairs, "steps": steps, "rate": rate, "loss": loss, "exact_match": exact, "norm": norm}
+    row = {
+        "step": progress.step,
+        "stage": progress.stage,
+        "pairs": pairs,
+        "steps": steps,
+        "rate": rate,
+        "loss": loss,
+        "exact_match": exact,
+        "norm": norm,
+    }
     progress.running += SMOOTHING * (exact - progress.running)
     progress.step += 1
     progress.stage_step += 1
@@ -234,14 +250,14 @@ def _open_run(
     for name, parameter in memory.named_parameters():
         if f"first.{name}" in tensors:
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(about["updates"])), "exp_avg": tensors[f"first.{name}"], "exp_avg_sq": tensors[f"second.{name}"],
+                "step": torch.tensor(float(about["updates"])),
+                "exp_avg": tensors[f"first.{name}"],
+                "exp_avg_sq": tensors[f"second.{name}"],
             }
     return progress, [row for row in read_lines(out / "curve.jsonl") if row["step"] < progress.step]
 
 
-def _save_run(
-    spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]
-) -> None:
+def _save_run(spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]) -> None:
     """Learning curve, its picture, and everything that the next step depends on."""
     write_lines(out / "curve.jsonl", curve)
     draw_curve(out / "curve.png", curve)
@@ -259,7 +275,12 @@ def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress) -> 
     about = {
         "format": FORMAT,
         "spec": table_of(spec),
-        "trained": {"steps": progress.step, "cpu_seconds": round(progress.cpu_seconds), "torch": str(torch.__version__), "machine": platform.machine()},
+        "trained": {
+            "steps": progress.step,
+            "cpu_seconds": round(progress.cpu_seconds),
+            "torch": str(torch.__version__),
+            "machine": platform.machine(),
+        },
     }
     write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
     _save(out / "model.safetensors", dict(memory.state_dict()), {})
@@ -274,12 +295,16 @@ def load_trained(folder: Path, *, name: str) -> Trained:
         ModelError: The folder holds none, or it is not whole.
     """
     try:
-        about = json.loads((folder / "model.json").read_text())
+        about = json.loads((folder / "model.json").read_bytes())
+        if about["format"] != FORMAT:
+            raise ValueError(f"its format is {about['format']!r} and this graven reads {FORMAT}")
         spec = build(TrainSpec, about["spec"], where="model.json")
         memory = new_memory(spec, name=name)
         memory.load_state_dict(load_file(folder / "model.safetensors"))
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError, RuntimeError, SpecError) as error:
-        raise ModelError(f"{folder} holds no whole graven checkpoint ({str(error).splitlines()[0][:120]}); train it again or fetch it anew.") from error
+    except (OSError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
+        raise ModelError(
+            f"{folder} holds no whole graven checkpoint ({str(error).splitlines()[0][:120]}); train it again or fetch it anew."
+        ) from error
     return Trained(memory.eval(), spec, about)
 
 
@@ -293,7 +318,8 @@ def draw_curve(path: Path, curve: list[dict[str, Any]]) -> None:
             centre.plot(minutes, [row["loss"] for row in rows], ".", ms=2)
         left.set(xlabel="CPU minutes", ylabel="exact match", ylim=(0, 1.02))
         centre.set(xlabel="CPU minutes", ylabel="read loss", yscale="log")
-        left.legend(markerscale=4, frameon=False)
+        if curve:
+            left.legend(markerscale=4, frameon=False)
 
 
 def _save(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:

@@ -26,12 +26,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         OutputError: The folder is missing or cannot be written to.
     """
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}. Choose a folder that exists and that you may write to.") from error
-    os.close(handle)
-    temporary = Path(name)
+    temporary = _temporary_beside(path)
     try:
         write(temporary)
         with temporary.open("rb") as file:
@@ -42,6 +37,29 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}. Free some space or choose another place.") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def ensure_writable(path: Path) -> None:
+    """Pass where a file can be written at `path`: asked before long work, not after it.
+
+    Raises:
+        OutputError: The folder is missing or cannot be written to.
+    """
+    _temporary_beside(path).unlink()
+
+
+def _temporary_beside(path: Path) -> Path:
+    advice = "Choose a folder that exists and that you may write to."
+    try:
+        if not path.parent.stat().st_mode & 0o222:  # root could write there; nobody was meant to
+            raise OutputError(f"cannot write {path}: its folder is read-only. {advice}")
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OutputError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}. {advice}") from error
+    os.close(handle)
+    return Path(name)
 
 
 def _umask() -> int:

@@ -138,6 +138,11 @@ def read_spec(path: Path) -> TrainSpec:
     return build(TrainSpec, read_toml(path), where=path.name)
 
 
+def longest(spec: TrainSpec) -> int:
+    """Most steps that a run can take."""
+    return sum(stage.at_most for stage in spec.stage)
+
+
 def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
     """Model and memory at the start of a run."""
     with torch.random.fork_rng(devices=[]):

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graven.errors import SpecError
+from graven.errors import ModelError, SpecError
 from graven.lm.base import Continuation, LanguageModel, greedy
 from graven.shapes import check
 from graven.tasks.base import Tokens, front
@@ -138,14 +138,19 @@ class GradMem(nn.Module):
     Args:
         model: The language model behind the memory.
         spec: What to build.
-        seed: Of the start state, drawn at the scale of the model's embeddings; a start of zeros is NaN behind a first RMSNorm.
+        seed: Of the start state; a start of zeros would be NaN behind a first RMSNorm.
+        scale: Standard deviation of the start state, in that of the model's embeddings.
+    Raises:
+        ModelError: The order is "second" and the model's attention cannot be differentiated twice.
     """
 
-    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0):
+    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0, scale: float = 1.0):
         super().__init__()
+        if spec.order == "second" and not model.twice_differentiable:
+            raise ModelError(f'{model.name} cannot be differentiated twice and `order` is "second"; load it with attention="eager".')
         self.model, self.spec = model, spec
         generator = torch.Generator().manual_seed(seed)
-        scale = model.embedding_scale
+        scale = scale * model.embedding_scale
 
         def vectors(*shape: int) -> nn.Parameter:
             return nn.Parameter(scale * torch.randn(*shape, model.width, generator=generator))

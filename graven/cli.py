@@ -1,0 +1,283 @@
+"""The command line. A verb parses, calls one function, and prints: results to standard output, everything else to standard error.
+
+Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, no traceback), 130 interrupted.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from graven.errors import GravenError, Outcome, TextError
+
+if TYPE_CHECKING:
+    from graven.memory.file import Memory
+    from graven.model import Model
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="M", help="`records`, a `graven train` folder, a model directory, a GGUF file or a hub id.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
+
+UNSURE = -0.6931  # below this an answer is less probable than not
+
+
+@app.command()
+def demo(
+    png: Annotated[Path, typer.Option("--png", metavar="FILE", help="Where the picture goes.")] = Path("graven-demo.png"),
+) -> int:
+    """Write 16 records into 8 vectors, step by step, and answer every query from memory."""
+    from graven.demo import draw, run
+    from graven.model import RecordsModel, load
+    from graven.report import ensure_writable
+
+    ensure_writable(png)
+    model = load("records")
+    assert isinstance(model, RecordsModel)
+    shown = run(model)
+    draw(shown, png)
+    count = len(shown.answers)
+    say(f"{count} records ({shown.text_bytes} bytes of text) into {shown.states.shape[1]} vectors ({shown.memory_bytes} bytes) of a model of two layers\n")
+    for step, (loss, right) in enumerate(zip(shown.losses, shown.right, strict=True)):
+        say(f"step {step}   write loss {loss:.3f}   {'#' * right}{'.' * (count - right)}  {right}/{count} answered")
+    say("\nThe text is gone. From the memory alone:\n")
+    cells = [f"{key} -> {text} {'ok' if good else 'WRONG'}" for key, text, good in shown.answers]
+    for first in range(0, count, 4):
+        say("   ".join(f"{cell:<14}" for cell in cells[first : first + 4]).rstrip())
+    say(f"\nmemory {shown.memory_bytes} bytes, KV cache of the same text {shown.cache_bytes} bytes ({shown.cache_bytes / shown.memory_bytes:.0f} times)")
+    say(f"picture: {png}")
+    return 0 if all(good for _, _, good in shown.answers) else 1
+
+
+@app.command()
+def write(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A UTF-8 text, or - for standard input.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
+    model: ModelOption = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page; from the length of the text.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number, 1000 for a frozen one.")] = None,
+    rate: Annotated[float | None, typer.Option(metavar="R", help="Step size for a frozen model, in spreads of its embeddings; 0.3.")] = None,
+    deadline: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds and keep the best so far.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the start vectors.")] = 0,
+    json: JsonOption = False,  # noqa: A002  # the option's name
+) -> int:
+    """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
+    from graven.memory.file import ensure_replaceable
+    from graven.model import load
+
+    text = read_text(file)
+    ensure_replaceable(out)
+    with progress_bar("writing", quiet=json) as tick:
+        memory = load(model or "records", slots=slots).write(text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick)
+    memory.save(out)
+    about = memory.about
+    show(
+        {
+            "path": str(out), "kind": about.kind, "model": about.base.name, "tokens": about.tokens, "slots": about.slots, "pages": len(about.pages),
+            "bytes": memory.bytes, "steps": about.steps, "seconds": round(about.seconds, 3), "loss": list(about.losses),
+            "token_accuracy": about.token_accuracy, "recited_tokens": about.recited, "answered": about.answered, "outcome": about.outcome,
+        },
+        written_lines(memory, out),
+        as_json=json,
+    )  # fmt: skip
+    return write_verdict(memory)
+
+
+@app.command()
+def ask(
+    memory: MemoryArgument,
+    query: Annotated[list[str], typer.Argument(metavar="QUERY...", help="A key, or the beginning of a text.")],
+    model: ModelOption = None,
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer; 64, or a value's length.")] = None,
+    json: JsonOption = False,  # noqa: A002  # the option's name
+) -> int:
+    """Answer queries from a memory alone."""
+    loaded, reader = open_memory(memory, model)
+    answers = reader.ask_many(loaded, query, max_tokens=max_tokens)
+    show(
+        {"answers": [{"query": a.query, "text": a.text, "log_probability": a.log_probability} for a in answers]},
+        [a.text if len(answers) == 1 else f"{a.query}\t{a.text}" for a in answers],
+        as_json=json,
+    )
+    unsure = [a for a in answers if loaded.about.kind == "records" and a.log_probability < UNSURE]
+    for a in unsure:
+        note(f"{a.query!r} may not be in this memory: the answer {a.text!r} has probability {2.718281828 ** a.log_probability:.2f}")
+    return 1 if unsure else 0
+
+
+@app.command()
+def recite(memory: MemoryArgument, model: ModelOption = None, json: JsonOption = False) -> int:  # noqa: A002  # the option's name
+    """What the model reproduces from the memory when it runs freely."""
+    loaded, reader = open_memory(memory, model)
+    recital = reader.recite(loaded)
+    show({"text": recital.text, "exact": recital.exact, "tokens": recital.tokens}, [recital.text], as_json=json)
+    if not recital.exact:
+        note(f"not the text that was written: at the write, {loaded.about.recited} of {loaded.about.tokens} tokens were reproduced before the first miss")
+    return 0 if recital.exact else 1
+
+
+@app.command()
+def inspect(memory: MemoryArgument, json: JsonOption = False) -> int:  # noqa: A002  # the option's name
+    """Everything that a memory file says of itself; no model is loaded."""
+    from dataclasses import asdict
+
+    from graven.memory.file import Memory
+
+    loaded = Memory.load(memory)
+    facts = {
+        "path": str(memory), **asdict(loaded.about), "tokens": loaded.about.tokens, "bytes": loaded.bytes, "recited_tokens": loaded.about.recited,
+        "content_hash": loaded.content_hash,
+    }  # fmt: skip
+    show(facts, inspect_lines(loaded), as_json=json)
+    return 0
+
+
+@app.command()
+def train(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/<name of the spec>.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in that folder.")] = False,
+) -> int:
+    """Meta-train a small model and its memory."""
+    from graven.train import longest, read_spec
+    from graven.train import train as run_training
+
+    settings = read_spec(spec)
+    folder = out or Path("runs") / spec.stem
+    with progress_bar("training", total=longest(settings)) as tick:
+        run_training(settings, folder, resume=resume, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"]))
+    say(f"checkpoint: {folder}   use it with: graven write FILE --model {folder} -o OUT")
+    return 0
+
+
+def open_memory(path: Path, model: str | None) -> "tuple[Memory, Model]":
+    """A memory and the model that reads it: the one that its file names, where none is given."""
+    from graven.memory.file import Memory
+    from graven.model import load
+
+    memory = Memory.load(path)
+    return memory, load(model or memory.about.base.name)
+
+
+def read_text(name: str) -> str:
+    """A UTF-8 text from a file or from standard input; a byte order mark is no part of it.
+
+    Raises:
+        TextError: It cannot be read, or is not UTF-8.
+    """
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+    except OSError as error:
+        raise TextError(f"cannot read {name}: {error.strerror}. Give the path of a text file, or - for standard input.") from error
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TextError(f"{name} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}); convert it first.") from error
+
+
+def written_lines(memory: "Memory", out: Path) -> list[str]:
+    """What a person wants to know of a write."""
+    about = memory.about
+    pages = "" if len(about.pages) == 1 else f"{len(about.pages)} pages of "
+    lines = [f"{out}: {about.tokens} tokens in {pages}{about.slots} vectors, {memory.bytes} bytes, {about.steps} steps, {about.seconds:.1f} s"]
+    if about.answered is not None:
+        lines.append(f"{about.answered} of {records_in(memory)} records answered from the memory alone")
+    else:
+        lines.append(f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})")
+    return lines
+
+
+def inspect_lines(memory: "Memory") -> list[str]:
+    """Metadata for a person."""
+    about = memory.about
+    return [
+        f"kind            {about.kind}, format {about.version}",
+        f"model           {about.base.name}" + (f" at {about.base.revision}" if about.base.revision else ""),
+        f"fingerprint     {about.base.fingerprint}",
+        f"memory          {len(about.pages)} x {about.slots} vectors, {memory.bytes} bytes",
+        f"text            {about.tokens} tokens",
+        f"written by      {about.rule}, {about.steps} steps, seed {about.seed}, {about.seconds:.1f} s, {', '.join(about.versions)}",
+        f"loss            {about.losses[0]:.4f} -> {about.losses[-1]:.4f} nats a token" if about.losses else "loss            no step was taken",
+        f"fidelity        recites {about.recited} of {about.tokens} tokens; teacher-forced accuracy {about.token_accuracy:.4f}",
+        *([] if about.answered is None else [f"answers         {about.answered} of {records_in(memory)} records"]),
+        f"outcome         {Outcome[about.outcome].value}",
+        f"content hash    {memory.content_hash}",
+        "A memory can reproduce its text by design: keep this file as you would keep the text.",
+    ]
+
+
+def records_in(memory: "Memory") -> int:
+    """Records of a memory of kind `records`."""
+    return memory.about.records or 0
+
+
+def write_verdict(memory: "Memory") -> int:
+    """Exit status of a write, with a line where it fell short."""
+    about = memory.about
+    if not about.lossless:
+        note("the tokenizer cannot spell this text exactly; what is recited will differ where it could not")
+    if about.answered is not None and about.steps and about.answered < records_in(memory):
+        note(f"{records_in(memory) - about.answered} records are not answered right; give a larger --steps, or write fewer records")
+        return 1
+    outcome = Outcome[about.outcome]
+    if outcome not in (Outcome.DONE, Outcome.EXACT):
+        note(outcome.value)
+        return 1
+    return 0
+
+
+def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
+    """One JSON object, or lines for a person."""
+    say(json.dumps(facts) if as_json else "\n".join(lines))
+
+
+def say(text: str) -> None:
+    """To standard output."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """To standard error."""
+    print(f"graven: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(what: str, *, total: int | None = None, quiet: bool = False) -> Iterator[Callable[[int, float, float], None]]:
+    """A bar on standard error while a terminal watches; yields what to call with step, loss and accuracy."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn
+
+    bar = Progress(
+        TextColumn("{task.description}"), TextColumn("step {task.completed}" + ("/{task.total}" if total else "")),
+        TextColumn("loss {task.fields[loss]:.3f}  right {task.fields[accuracy]:.1%}"), TimeElapsedColumn(),
+        console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty(),
+    )  # fmt: skip
+    with bar:
+        task = bar.add_task(what, total=total, loss=float("nan"), accuracy=0.0)
+        yield lambda step, loss, accuracy: bar.update(task, completed=step, loss=loss, accuracy=accuracy)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    try:
+        return int(app(list(sys.argv[1:] if arguments is None else arguments), prog_name="graven", standalone_mode=False) or 0)
+    except typer.Exit as exit_:
+        return exit_.exit_code
+    except GravenError as error:
+        note(" ".join(str(error).split()))
+        return 2
+    except typer.TyperException as error:
+        note(f"{error.format_message()} Try graven --help.")
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        note("interrupted; no half-written file is left, and a training goes on with --resume")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

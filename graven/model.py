@@ -1,0 +1,375 @@
+"""A loaded model that writes texts into memory and answers from it: what the command line and a program both call.
+
+`load` gives one of two. A `RecordsModel` was meta-trained (`graven train`) to answer from a few gradient steps; it takes one `key:value` a line.
+A `TextModel` is any frozen causal language model; it takes any text and learns to recite it, which is not the same as answering questions.
+"""
+
+import dataclasses
+import math
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from graven.engrave import Engraved, engrave
+from graven.errors import SpecError, TextError
+from graven.lm.base import Continuation, digest
+from graven.lm.pretrained import Pretrained, load_pretrained
+from graven.memory.file import About, Base, Memory, Page
+from graven.memory.gradient import Adam, GradMem, GradMemSpec
+from graven.tasks.base import Tokens
+from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
+from graven.train import Trained, load_trained
+
+SHIPPED = Path(__file__).parent / "checkpoints"
+PAGE_TOKENS = 128  # a longer text is cut: beyond this the steps to an exact copy grow faster than the text (docs/log.md)
+TOKENS_A_SLOT = 8
+TEXT_STEPS = 1000
+TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
+TEXT_SCALE = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
+ROWS_AT_ONCE = 64
+
+T = TypeVar("T")
+ProgressCall = Callable[[int, float, float], None]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said from memory.
+
+    Args:
+        query: What was asked.
+        text: The most probable continuation.
+        log_probability: Natural logarithm of its probability, its end included.
+        page: Page of the memory that it came from, counted from 0.
+    """
+
+    query: str
+    text: str
+    log_probability: float
+    page: int = 0
+
+
+@dataclass(frozen=True)
+class Recital:
+    """What a model reproduces when it runs freely from a memory.
+
+    Args:
+        text: All pages in order.
+        exact: It is the text that was written, token for token.
+        tokens: Its length.
+    """
+
+    text: str
+    exact: bool
+    tokens: int
+
+
+class Model(Protocol):
+    """What `load` returns."""
+
+    name: str
+    kind: str
+
+    def write(
+        self,
+        text: str,
+        *,
+        steps: int | None = None,
+        rate: float | None = None,
+        seed: int = 0,
+        deadline: float | None = None,
+        progress: ProgressCall | None = None,
+    ) -> Memory:
+        """A memory of the text."""
+        ...
+
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+        """The answer to one query."""
+        ...
+
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+        """The answers to several queries, the same as one by one."""
+        ...
+
+    def recite(self, memory: Memory) -> Recital:
+        """What the model reproduces of the text."""
+        ...
+
+
+def load(name_or_path: str | Path, *, slots: int | None = None) -> Model:
+    """A model by name or path.
+
+    Args:
+        name_or_path: A shipped checkpoint (`records`), the folder of a finished `graven train`, a Hugging Face model directory, a GGUF file, or
+            a hub id. A shipped name wins; write `./records` for a folder of that name.
+        slots: Memory vectors for each page of text, where the model lets one choose; from the length of the text where left out.
+    Raises:
+        ModelError: There is no such model, or it cannot be used behind a memory.
+        SpecError: `slots` does not fit the model.
+    """
+    name = str(name_or_path)
+    if name in {place.parent.name for place in SHIPPED.glob("*/model.json")}:
+        return RecordsModel(load_trained(SHIPPED / name, name=name), slots=slots)
+    if (Path(name) / "model.json").is_file():
+        return RecordsModel(load_trained(Path(name), name=str(Path(name).resolve())), slots=slots)
+    model = load_pretrained(name)
+    if Path(name).exists():
+        model.name = str(Path(name).resolve())
+    return TextModel(model, slots=slots)
+
+
+class RecordsModel:
+    """A meta-trained memory that takes one `key:value` a line and answers by key.
+
+    Args:
+        trained: The checkpoint.
+        slots: Refused where it differs from what the checkpoint was trained with.
+    """
+
+    kind = "records"
+
+    def __init__(self, trained: Trained, *, slots: int | None = None):
+        self.memory, self.task, self.name = trained.memory, trained.spec.task, trained.memory.model.name
+        self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
+        if slots not in (None, self.memory.spec.slots):
+            raise SpecError(f"`slots` is {slots} and {self.name} was trained with {self.memory.spec.slots}; leave `slots` out.")
+        if self.task.symbols > 62:
+            raise SpecError(f"{self.name} has {self.task.symbols} symbols and text has 62 (letters and digits); use it from Python.")
+
+    def write(
+        self,
+        text: str,
+        *,
+        steps: int | None = None,
+        rate: float | None = None,
+        seed: int = 0,
+        deadline: float | None = None,
+        progress: ProgressCall | None = None,
+    ) -> Memory:
+        """Write `key:value` lines. The start state is learned, so every seed gives the same bits.
+
+        Raises:
+            TextError: A line is no record of the model's lengths and alphabet, or repeats a key.
+            SpecError: `rate` is given: it was trained, and no other means anything here.
+        """
+        if rate is not None:
+            raise SpecError(f"`rate` is {rate} and that of {self.name} was fixed by its training; leave it out.")
+        pairs = parse_records(text, self.task)
+        pages = cut(pairs, self.pairs_a_page)
+        context = Tokens.of([self._context(page) for page in pages])
+        steps = checked_steps(self.memory.spec.steps if steps is None else steps)
+        done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
+        memory = memory_of(self, done, context, seed=seed, rule=repr(self.memory.spec.rule), lossless=True)
+        answers = self.ask_many(memory, [key for key, _ in pairs])
+        answered = sum(answer.text == value for answer, (_, value) in zip(answers, pairs, strict=True))
+        return dataclasses.replace(memory, about=dataclasses.replace(memory.about, records=len(pairs), answered=answered))
+
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+        """The value of one key. `ab`, `ab:` and `?!ab:` are the same query.
+
+        Raises:
+            MismatchError: The memory was written with another model.
+            TextError: The query is no key of the model's length and alphabet.
+        """
+        return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
+
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+        """The values of several keys."""
+        memory.belongs_to(fingerprint=self.memory.model.fingerprint, name=self.name)
+        keys = [key_of(query, self.task) for query in queries]
+        mark = self.task.mark
+        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
+        most = self.task.value_length + 1 if max_tokens is None else max_tokens
+        found = ask_pages(self.memory, memory.state, rows, most=most, stop={mark("!"), mark("|")})
+        return [
+            Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page)
+            for query, (page, best) in zip(queries, found, strict=True)
+        ]
+
+    def recite(self, memory: Memory) -> Recital:
+        """The records that the write head reproduces, one a line. Training asks for values, so keys may well not be among what is kept."""
+        memory.belongs_to(fingerprint=self.memory.model.fingerprint, name=self.name)
+        rows, exact = recited_pages(self.memory, memory)
+        lines = [text_of(row, self.task).replace("!!", "\n").strip("!") for row in rows]
+        return Recital("\n".join(lines), exact, sum(map(len, rows)))
+
+    def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
+        keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])
+        return self.task.episode(keys[None], values[None]).context.row(0)
+
+
+class TextModel:
+    """A frozen causal language model that learns to recite a text from a few vectors.
+
+    Args:
+        model: The language model; its weights never change.
+        slots: Memory vectors for each page; one for every 8 tokens of a page where left out.
+    """
+
+    kind = "text"
+
+    def __init__(self, model: Pretrained, *, slots: int | None = None):
+        self.model, self.name, self.slots = model.requires_grad_(False), model.name, slots
+        if slots is not None and slots < 1:
+            raise SpecError(f"`slots` is {slots}; it must be at least 1.")
+        if slots is not None and model.positions is not None and slots >= model.positions:
+            raise SpecError(
+                f"`slots` is {slots} and {model.name} has {model.positions} positions, memory included; ask for fewer slots, or use a model "
+                "with a longer context."
+            )
+
+    def write(
+        self,
+        text: str,
+        *,
+        steps: int | None = None,
+        rate: float | None = None,
+        seed: int = 0,
+        deadline: float | None = None,
+        progress: ProgressCall | None = None,
+    ) -> Memory:
+        """Adam on the memory until the model, running freely from it, gives the text back token for token.
+
+        Args:
+            text: Any text; one that is longer than a page is cut into pages of equal length.
+            steps: Most steps for each page; 1000 where left out.
+            rate: Step size in standard deviations of the model's embeddings; 0.1 where left out.
+            seed: Of the start vectors.
+            deadline: Seconds after which no further step is taken.
+            progress: Called after each step with step, loss and token accuracy.
+        Raises:
+            TextError: The text is empty.
+            SpecError: A setting is out of range.
+        """
+        ids = self.model.encode(text)
+        if not ids:
+            raise TextError("the text is empty; give at least one token.")
+        if rate is not None and not (rate > 0 and math.isfinite(rate)):
+            raise SpecError(f"`rate` is {rate}; it must be above 0. The default is {TEXT_RATE}.")
+        room = PAGE_TOKENS if self.model.positions is None else min(PAGE_TOKENS, self.model.positions - (self.slots or self.model.positions // 8))
+        pages = Tokens.of(cut(ids, max(1, room)))
+        slots = self.slots or math.ceil(pages.ids.shape[1] / TOKENS_A_SLOT)
+        rule = Adam(rate=(TEXT_RATE if rate is None else rate) * self.model.embedding_scale)
+        steps = checked_steps(TEXT_STEPS if steps is None else steps)
+        memory = GradMem(self.model, GradMemSpec(slots=slots, steps=steps, rule=rule, order="none"), seed=seed, scale=TEXT_SCALE)
+        done = engrave(memory, pages, steps=steps, until_exact=steps > 0, deadline=deadline, progress=progress)
+        return memory_of(self, done, pages, seed=seed, rule=repr(rule), lossless=self.model.decode(ids) == text)
+
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+        """The most probable continuation of the query behind the memory.
+
+        Raises:
+            MismatchError: The memory was written with another model.
+            TextError: Memory, query and answer do not fit the model's positions.
+        """
+        return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
+
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+        """The continuations of several queries. With several pages, each is asked and the most probable answer (a token) is given."""
+        memory.belongs_to(fingerprint=self.model.fingerprint, name=self.name)
+        rows = [self.model.encode(query) for query in queries]
+        most = 64 if max_tokens is None else max_tokens
+        self._check_room(memory, rows, most)
+        found = ask_pages(self._reader(memory), memory.state, rows, most=most, stop=self.model.stop)
+        return [
+            Answer(query, self.model.decode(best.tokens), sum(best.log_probabilities), page)
+            for query, (page, best) in zip(queries, found, strict=True)
+        ]
+
+    def recite(self, memory: Memory) -> Recital:
+        """The text that the model reproduces, page after page."""
+        memory.belongs_to(fingerprint=self.model.fingerprint, name=self.name)
+        rows, exact = recited_pages(self._reader(memory), memory)
+        return Recital(self.model.decode([token for row in rows for token in row]), exact, sum(map(len, rows)))
+
+    def _reader(self, memory: Memory) -> GradMem:
+        return GradMem(self.model, GradMemSpec(slots=memory.about.slots, steps=0, rule=Adam(), order="none"))
+
+    def _check_room(self, memory: Memory, rows: Sequence[Sequence[int]], most: int) -> None:
+        longest, room = max((len(row) for row in rows), default=0), self.model.positions
+        if room is not None and memory.about.slots + longest + most > room:
+            raise TextError(
+                f"{memory.about.slots} slots, a query of {longest} tokens and an answer of up to {most} make "
+                f"{memory.about.slots + longest + most}, and {self.name} has {room} positions; shorten the query or lower --max-tokens."
+            )
+
+
+def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Pages of nearly equal length, none longer than `most`.
+
+    >>> cut("abcde", 2)
+    ['ab', 'cd', 'e']
+    """
+    count = max(1, math.ceil(len(items) / most))
+    bounds = [math.ceil(len(items) * i / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def checked_steps(steps: int) -> int:
+    """Steps, or one sentence."""
+    if steps < 0:
+        raise SpecError(f"`steps` is {steps}; it must be at least 0, which gives the start state.")
+    return steps
+
+
+def ask_pages(
+    memory: GradMem, state: Float[Tensor, "P M D"], queries: Sequence[Sequence[int]], *, most: int, stop: set[int] | frozenset[int]
+) -> list[tuple[int, Continuation]]:
+    """Page and answer of each query: every page is asked, and the answer that is most probable for each of its tokens is taken."""
+    if most < 1:
+        raise SpecError(f"`max_tokens` is {most}; it must be at least 1.")
+    best: list[tuple[int, Continuation]] = []
+    for first in range(0, len(queries), ROWS_AT_ONCE):
+        rows = queries[first : first + ROWS_AT_ONCE]
+        by_page = [memory.answer(page.expand(len(rows), -1, -1), Tokens.of(rows), most=most, stop=stop) for page in state]
+        best += [max(enumerate(answers), key=lambda found: mean(found[1].log_probabilities)) for answers in zip(*by_page, strict=True)]
+    return best
+
+
+def mean(values: Sequence[float]) -> float:
+    """Arithmetic mean of at least one number."""
+    return sum(values) / len(values)
+
+
+def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bool]:
+    """Token rows that the model reproduces of each page, and whether all are those that were written."""
+    pages = written.about.pages
+    rows = [memory.recite(state[None], [page.tokens])[0] for state, page in zip(written.state, pages, strict=True)]
+    return rows, all(text_hash(row) == page.text_hash for row, page in zip(rows, pages, strict=True))
+
+
+def text_hash(ids: Sequence[int]) -> str:
+    """Hash of token ids."""
+    return digest(",".join(map(str, ids)).encode())
+
+
+def memory_of(model: "RecordsModel | TextModel", done: Engraved, context: Tokens, *, seed: int, rule: str, lossless: bool) -> Memory:
+    """A memory file's worth of what a write gave."""
+    language_model = model.memory.model if isinstance(model, RecordsModel) else model.model
+    rows = [context.row(i) for i in range(len(context.ids))]
+    pages = tuple(
+        Page(tokens=len(row), recited=recited, text_hash=text_hash(row)) for row, recited in zip(rows, done.recited, strict=True)
+    )
+    about = About(
+        kind=model.kind,
+        base=Base(name=model.name, fingerprint=language_model.fingerprint, revision=getattr(language_model, "revision", None)),
+        slots=done.state.shape[1],
+        pages=pages,
+        rule=rule,
+        steps=len(done.losses),
+        losses=tuple(done.losses),
+        token_accuracy=done.token_accuracy,
+        outcome=done.outcome.name,
+        lossless=lossless,
+        seed=seed,
+        seconds=done.seconds,
+        versions=(f"graven {version('graven')}", f"torch {torch.__version__}", f"python {platform.python_version()}"),
+    )
+    return Memory(done.state.float().contiguous(), about)

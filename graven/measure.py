@@ -77,13 +77,13 @@ def exact_match(memory: GradMem, task: Retrieval, *, pairs: int, steps: Sequence
     for first in range(0, contexts, CONTEXTS_AT_ONCE):
         episode = task.sample(min(CONTEXTS_AT_ONCE, contexts - first), pairs=pairs, generator=generator)
         state, moments = memory.start(len(episode.context.ids)), None
-        whole, values = memory.prepare(state, episode.context), memory.prepare(state, episode.context, counted=episode.values)
+        prepared = memory.prepare(state, episode.context)
         for k in range(wanted[-1] + 1):
-            step = memory.step(state, whole, moments)
+            step = memory.step(state, prepared, moments)
             if k in shares:
                 shares[k] += right(read_episode(memory, state, episode), episode).float().mean(-1).tolist()
                 losses[k] += step.loss.tolist()
-                value_losses[k] += memory.step(state, values).loss.tolist()
+                value_losses[k] += ((step.token_losses * episode.values).sum(-1) / episode.values.sum(-1)).tolist()
             state, moments = step.state, step.moments
     for k in wanted:
         share = torch.tensor(shares[k], dtype=torch.float64)

@@ -112,12 +112,14 @@ class Step:
 
     Args:
         loss: Of the state that the step started from, [B].
+        token_losses: What it is the mean of: cross entropy of each token in nats, [B, T], 0 at padding.
         hits: Tokens that this state's most probable prediction gets right, given the true tokens before it; [B, T], False at padding.
         state: After the step.
         moments: What Adam carries to the next step.
     """
 
     loss: Float[Tensor, "B"]
+    token_losses: Float[Tensor, "B T"]
     hits: Bool[Tensor, "B T"]
     state: Float[Tensor, "B M D"]
     moments: "Moments | None"
@@ -250,19 +252,20 @@ class GradMem(nn.Module):
         second = order == "second"
         with torch.enable_grad():
             here = state if second and state.requires_grad else state.detach().requires_grad_()
-            loss, hits = self._reconstruct(here, context if second else detached(context))
+            losses, hits = self._reconstruct(here, context if second else detached(context))
+            loss = (losses * context.weight).sum(-1)
             (gradient,) = torch.autograd.grad(loss.sum(), here, create_graph=second)
         if order == "none":
             state = state.detach()
         state, moments = self._update(state, gradient, moments)
-        return Step(loss.detach(), hits, state, moments)
+        return Step(loss.detach(), losses.detach(), hits, state, moments)
 
-    def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B"], Bool[Tensor, "B T"]]:
+    def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
         logits = self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
         ids, mask = context.tokens.ids, context.tokens.mask
         losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
-        return (losses * context.weight).sum(-1), (logits.argmax(-1) == ids) & mask
+        return losses * mask, (logits.argmax(-1) == ids) & mask
 
     def _write_logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
         """What a write predicts with: its own head, which is float32 whatever the model is, or the model's."""

@@ -4,14 +4,14 @@
 A `TextModel` is any frozen causal language model; it takes any text and learns to recite it, which is not the same as answering questions.
 """
 
-import dataclasses
 import math
+import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from graven.engrave import Engraved, engrave
 from graven.errors import SpecError, TextError
-from graven.lm.base import Continuation, digest
+from graven.lm.base import Continuation, LanguageModel, digest
 from graven.lm.pretrained import Pretrained, load_pretrained
 from graven.memory.file import About, Base, Memory, Page
 from graven.memory.gradient import Adam, GradMem, GradMemSpec
@@ -33,6 +33,7 @@ TOKENS_A_SLOT = 8
 TEXT_STEPS = 1000
 TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
 TEXT_SCALE = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
+ANSWER_TOKENS = 64
 ROWS_AT_ONCE = 64
 
 T = TypeVar("T")
@@ -117,10 +118,10 @@ def load(name_or_path: str | Path, *, slots: int | None = None) -> Model:
     name = str(name_or_path)
     if name in {place.parent.name for place in SHIPPED.glob("*/model.json")}:
         return RecordsModel(load_trained(SHIPPED / name, name=name), slots=slots)
-    if (Path(name) / "model.json").is_file():
+    if os.path.isfile(Path(name) / "model.json"):  # of `os.path`, which takes a name that is too long for one that is not there
         return RecordsModel(load_trained(Path(name), name=str(Path(name).resolve())), slots=slots)
     model = load_pretrained(name)
-    if Path(name).exists():
+    if os.path.exists(name):
         model.name = str(Path(name).resolve())
     return TextModel(model, slots=slots)
 
@@ -161,15 +162,17 @@ class RecordsModel:
         """
         if rate is not None:
             raise SpecError(f"`rate` is {rate} and that of {self.name} was fixed by its training; leave it out.")
+        steps = self.memory.spec.steps if steps is None else steps
+        check_numbers(steps=steps, seed=seed, deadline=deadline)
         pairs = parse_records(text, self.task)
-        pages = cut(pairs, self.pairs_a_page)
-        context = Tokens.of([self._context(page) for page in pages])
-        steps = checked_steps(self.memory.spec.steps if steps is None else steps)
+        context = Tokens.of([self._context(page) for page in cut(pairs, self.pairs_a_page)])
         done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
-        memory = memory_of(self, done, context, seed=seed, rule=repr(self.memory.spec.rule), lossless=True)
-        answers = self.ask_many(memory, [key for key, _ in pairs])
-        answered = sum(answer.text == value for answer, (_, value) in zip(answers, pairs, strict=True))
-        return dataclasses.replace(memory, about=dataclasses.replace(memory.about, records=len(pairs), answered=answered))
+        found = self._values(done.state, [key for key, _ in pairs], most=self.task.value_length + 1)
+        answered = sum(text_of(best.tokens, self.task) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
+        return memory_of(
+            done, context, model=self.memory.model, kind="records", rule=repr(self.memory.spec.rule), seed=seed, lossless=True,
+            records=len(pairs), answered=answered,
+        )  # fmt: skip
 
     def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
         """The value of one key. `ab`, `ab:` and `?!ab:` are the same query.
@@ -182,12 +185,9 @@ class RecordsModel:
 
     def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
         """The values of several keys."""
-        memory.belongs_to(fingerprint=self.memory.model.fingerprint, name=self.name)
-        keys = [key_of(query, self.task) for query in queries]
-        mark = self.task.mark
-        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
+        memory.belongs_to(self.memory.model)
         most = self.task.value_length + 1 if max_tokens is None else max_tokens
-        found = ask_pages(self.memory, memory.state, rows, most=most, stop={mark("!"), mark("|")})
+        found = self._values(memory.state, [key_of(query, self.task) for query in queries], most=most)
         return [
             Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page)
             for query, (page, best) in zip(queries, found, strict=True)
@@ -195,10 +195,15 @@ class RecordsModel:
 
     def recite(self, memory: Memory) -> Recital:
         """The records that the write head reproduces, one a line. Training asks for values, so keys may well not be among what is kept."""
-        memory.belongs_to(fingerprint=self.memory.model.fingerprint, name=self.name)
+        memory.belongs_to(self.memory.model)
         rows, exact = recited_pages(self.memory, memory)
         lines = [text_of(row, self.task).replace("!!", "\n").strip("!") for row in rows]
         return Recital("\n".join(lines), exact, sum(map(len, rows)))
+
+    def _values(self, state: Float[Tensor, "P M D"], keys: Sequence[str], *, most: int) -> list[tuple[int, Continuation]]:
+        mark = self.task.mark
+        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()]
+        return ask_pages(self.memory, state, rows, most=most, stop={mark("!"), mark("|")})
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])
@@ -240,27 +245,28 @@ class TextModel:
         Args:
             text: Any text; one that is longer than a page is cut into pages of equal length.
             steps: Most steps for each page; 1000 where left out.
-            rate: Step size in standard deviations of the model's embeddings; 0.1 where left out.
+            rate: Step size in standard deviations of the model's embeddings; 0.3 where left out.
             seed: Of the start vectors.
             deadline: Seconds after which no further step is taken.
-            progress: Called after each step with step, loss and token accuracy.
+            progress: Called at each step with its number, loss and token accuracy.
         Raises:
-            TextError: The text is empty.
+            TextError: The text has no tokens, or is no Unicode.
             SpecError: A setting is out of range.
         """
-        ids = self.model.encode(text)
-        if not ids:
-            raise TextError("the text is empty; give at least one token.")
-        if rate is not None and not (rate > 0 and math.isfinite(rate)):
+        steps, rate = TEXT_STEPS if steps is None else steps, TEXT_RATE if rate is None else rate
+        check_numbers(steps=steps, seed=seed, deadline=deadline)
+        if not (rate > 0 and math.isfinite(rate)):
             raise SpecError(f"`rate` is {rate}; it must be above 0. The default is {TEXT_RATE}.")
+        ids = self._encode(text, what="the text")
+        if not ids:
+            raise TextError("the text is empty, or the tokenizer makes nothing of it; give at least one token.")
         room = PAGE_TOKENS if self.model.positions is None else min(PAGE_TOKENS, self.model.positions - (self.slots or self.model.positions // 8))
         pages = Tokens.of(cut(ids, max(1, room)))
         slots = self.slots or math.ceil(pages.ids.shape[1] / TOKENS_A_SLOT)
-        rule = Adam(rate=(TEXT_RATE if rate is None else rate) * self.model.embedding_scale)
-        steps = checked_steps(TEXT_STEPS if steps is None else steps)
+        rule = Adam(rate=rate * self.model.embedding_scale)
         memory = GradMem(self.model, GradMemSpec(slots=slots, steps=steps, rule=rule, order="none"), seed=seed, scale=TEXT_SCALE)
         done = engrave(memory, pages, steps=steps, until_exact=steps > 0, deadline=deadline, progress=progress)
-        return memory_of(self, done, pages, seed=seed, rule=repr(rule), lossless=self.model.decode(ids) == text)
+        return memory_of(done, pages, model=self.model, kind="text", rule=repr(rule), seed=seed, lossless=self.model.decode(ids) == text)
 
     def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
         """The most probable continuation of the query behind the memory.
@@ -273,10 +279,9 @@ class TextModel:
 
     def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
         """The continuations of several queries. With several pages, each is asked and the most probable answer (a token) is given."""
-        memory.belongs_to(fingerprint=self.model.fingerprint, name=self.name)
-        rows = [self.model.encode(query) for query in queries]
-        most = 64 if max_tokens is None else max_tokens
-        self._check_room(memory, rows, most)
+        memory.belongs_to(self.model)
+        rows = [self._encode(query, what="the query") for query in queries]
+        most = self._most(memory, rows, max_tokens)
         found = ask_pages(self._reader(memory), memory.state, rows, most=most, stop=self.model.stop)
         return [
             Answer(query, self.model.decode(best.tokens), sum(best.log_probabilities), page)
@@ -285,20 +290,32 @@ class TextModel:
 
     def recite(self, memory: Memory) -> Recital:
         """The text that the model reproduces, page after page."""
-        memory.belongs_to(fingerprint=self.model.fingerprint, name=self.name)
+        memory.belongs_to(self.model)
         rows, exact = recited_pages(self._reader(memory), memory)
         return Recital(self.model.decode([token for row in rows for token in row]), exact, sum(map(len, rows)))
 
     def _reader(self, memory: Memory) -> GradMem:
         return GradMem(self.model, GradMemSpec(slots=memory.about.slots, steps=0, rule=Adam(), order="none"))
 
-    def _check_room(self, memory: Memory, rows: Sequence[Sequence[int]], most: int) -> None:
+    def _encode(self, text: str, *, what: str) -> list[int]:
+        half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+        if half is not None:
+            raise TextError(f"{what} has U+{ord(half):04X}, half of a surrogate pair, which is no character; give Unicode text.")
+        return self.model.encode(text)
+
+    def _most(self, memory: Memory, rows: Sequence[Sequence[int]], asked: int | None) -> int:
+        """Most tokens of an answer: those that were asked for, or as many of the default as the model has positions for."""
         longest, room = max((len(row) for row in rows), default=0), self.model.positions
-        if room is not None and memory.about.slots + longest + most > room:
+        if room is None:
+            return ANSWER_TOKENS if asked is None else asked
+        left = room - memory.about.slots - longest
+        most = max(1, min(ANSWER_TOKENS, left)) if asked is None else asked
+        if most > left:
             raise TextError(
-                f"{memory.about.slots} slots, a query of {longest} tokens and an answer of up to {most} make "
-                f"{memory.about.slots + longest + most}, and {self.name} has {room} positions; shorten the query or lower --max-tokens."
+                f"{memory.about.slots} slots, a query of {longest} tokens and an answer of up to {most} make {memory.about.slots + longest + most}, "
+                f"and {self.name} has {room} positions; shorten the query or lower --max-tokens."
             )
+        return most
 
 
 def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
@@ -312,11 +329,18 @@ def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
     return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
 
 
-def checked_steps(steps: int) -> int:
-    """Steps, or one sentence."""
+def check_numbers(*, steps: int, seed: int, deadline: float | None) -> None:
+    """Pass where these settings of a write are in range.
+
+    Raises:
+        SpecError: One is not; the sentence names it.
+    """
     if steps < 0:
         raise SpecError(f"`steps` is {steps}; it must be at least 0, which gives the start state.")
-    return steps
+    if not 0 <= seed < 1 << 63:
+        raise SpecError(f"`seed` is {seed}; it must be at least 0 and below 2^63.")
+    if deadline is not None and not deadline >= 0:
+        raise SpecError(f"`deadline` is {deadline} seconds; it must be at least 0, which gives the start state.")
 
 
 def ask_pages(
@@ -350,24 +374,33 @@ def text_hash(ids: Sequence[int]) -> str:
     return digest(",".join(map(str, ids)).encode())
 
 
-def memory_of(model: "RecordsModel | TextModel", done: Engraved, context: Tokens, *, seed: int, rule: str, lossless: bool) -> Memory:
+def memory_of(
+    done: Engraved,
+    context: Tokens,
+    *,
+    model: LanguageModel,
+    kind: Literal["records", "text"],
+    rule: str,
+    seed: int,
+    lossless: bool,
+    records: int | None = None,
+    answered: int | None = None,
+) -> Memory:
     """A memory file's worth of what a write gave."""
-    language_model = model.memory.model if isinstance(model, RecordsModel) else model.model
     rows = [context.row(i) for i in range(len(context.ids))]
-    pages = tuple(
-        Page(tokens=len(row), recited=recited, text_hash=text_hash(row)) for row, recited in zip(rows, done.recited, strict=True)
-    )
     about = About(
-        kind=model.kind,
-        base=Base(name=model.name, fingerprint=language_model.fingerprint, revision=getattr(language_model, "revision", None)),
+        kind=kind,
+        base=Base(name=model.name, fingerprint=model.fingerprint, revision=getattr(model, "revision", None)),
         slots=done.state.shape[1],
-        pages=pages,
+        pages=tuple(Page(tokens=len(row), recited=n, text_hash=text_hash(row)) for row, n in zip(rows, done.recited, strict=True)),
         rule=rule,
         steps=len(done.losses),
         losses=tuple(done.losses),
         token_accuracy=done.token_accuracy,
         outcome=done.outcome.name,
         lossless=lossless,
+        records=records,
+        answered=answered,
         seed=seed,
         seconds=done.seconds,
         versions=(f"graven {version('graven')}", f"torch {torch.__version__}", f"python {platform.python_version()}"),

@@ -31,6 +31,8 @@ class DecoderSpec:
         hidden: Width inside the SwiGLU.
         convolution: Tokens that the convolution on the embeddings spans, its own included; 0 for none.
         tied: The head is the token embedding.
+        embedding_std: Spread of the token embeddings at the start; 1 / sqrt(width) where left out. Behind the first norm only its ratio to the
+            spread of a memory matters: see `GradMemSpec.start`.
     Raises:
         SpecError: A number is below 1 (`convolution`: below 0), or one of the conditions above does not hold.
     """
@@ -43,11 +45,14 @@ class DecoderSpec:
     hidden: int
     convolution: int = 0
     tied: bool = False
+    embedding_std: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "layers", "heads", "key_value_heads", "hidden"):
             if getattr(self, name) < 1:
                 raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        if self.embedding_std is not None and not self.embedding_std > 0:
+            raise SpecError(f"`embedding_std` is {self.embedding_std}; it must be above 0.")
         if self.convolution < 0:
             raise SpecError(f"`convolution` is {self.convolution}; it must be at least 0, which is none.")
         if self.width % (2 * self.heads):
@@ -119,6 +124,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=spec.width**-0.5)
+        if spec.embedding_std is not None:
+            self.tokens.weight.data *= spec.embedding_std * spec.width**0.5
         for block in blocks:  # the residual stream keeps its scale at any depth
             for last in (block.attention.out, block.feed.down):
                 nn.init.normal_(last.weight, std=(2 * spec.layers * spec.width) ** -0.5)

@@ -68,6 +68,8 @@ class GradMemSpec:
         write_head: Reconstruct through a head of its own, a copy of the model's at the start.
         control: Learned vectors on either side of the memory, other ones for writing than for reading.
         projection: A learned linear map, the identity at the start, between the state and the model.
+        start: Spread of the start state, in that of the model's embeddings. Behind a first RMSNorm the gradient grows as 1 / |M|, so a small
+            start lets the first step fill the memory: trained small decoders leave the plateau "any of the values" sooner (docs/log.md).
     Raises:
         SpecError: A number is out of range, or `order` and `rule` contradict each other.
     """
@@ -79,11 +81,14 @@ class GradMemSpec:
     write_head: bool = False
     control: int = 0
     projection: bool = False
+    start: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value, least in (("slots", self.slots, 1), ("steps", self.steps, 0), ("control", self.control, 0)):
             if value < least:
                 raise SpecError(f"`{name}` is {value}; it must be at least {least}.")
+        if not self.start > 0:  # zeros are NaN behind a first RMSNorm
+            raise SpecError(f"`start` is {self.start}; it must be above 0.")
         for name, number in (("rate", self.rule.rate), ("clip", self.rule.clip if isinstance(self.rule, SGD) else None)):
             if number is not None and not number > 0:
                 raise SpecError(f"`{name}` is {number}; it must be above 0.")
@@ -140,24 +145,24 @@ class GradMem(nn.Module):
     Args:
         model: The language model behind the memory.
         spec: What to build.
-        seed: Of the start state; a start of zeros would be NaN behind a first RMSNorm.
-        scale: Standard deviation of the start state, in that of the model's embeddings.
+        seed: Of the start state.
     Raises:
         ModelError: The order is "second" and the model's attention cannot be differentiated twice.
     """
 
-    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0, scale: float = 1.0):
+    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0):
         super().__init__()
         if spec.order == "second" and not model.twice_differentiable:
             raise ModelError(f'{model.name} cannot be differentiated twice and `order` is "second"; load it with attention="eager".')
         self.model, self.spec = model, spec
         generator = torch.Generator().manual_seed(seed)
-        scale = scale * model.embedding_scale
+        scale = model.embedding_scale
 
         def vectors(*shape: int) -> nn.Parameter:
             return nn.Parameter(scale * torch.randn(*shape, model.width, generator=generator))
 
         self.initial = vectors(spec.slots)
+        self.initial.data *= spec.start
         self.write_control, self.read_control = (vectors(2, spec.control) if spec.control else None for _ in range(2))
         self.projection = nn.Parameter(torch.eye(model.width)) if spec.projection else None
         self.write_head = nn.Linear(model.hidden_width, model.vocabulary, bias=False) if spec.write_head else None

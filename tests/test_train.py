@@ -322,16 +322,16 @@ def test_a_checkpoint_that_is_not_whole_is_refused_in_one_line(damage, whole, tm
 # Learning
 
 
-@pytest.mark.parametrize(("order", "least", "most"), [("second", 0.5, 1.0), ("first", 0.0, 0.42)])
+@pytest.mark.parametrize(("order", "least", "most"), [("second", 0.55, 1.0), ("first", 0.0, 0.42)])
 def test_only_training_through_the_gradient_of_the_write_teaches_it_to_hold_four_pairs(order, least, most, tmp_path):
-    """A guess among the four values is right in a little more than 1 of 4. Seen: 0.60 to 0.91 on four seeds, against 0.26 to 0.32 on three."""
+    """A guess among the four values is right in a little more than 1 of 4. Seen: 0.95, 0.67, 0.96 on three seeds, against 0.34, 0.32 on two."""
     spec = TrainSpec(
         seed=0,
         task=Retrieval(key_length=1, value_length=1, symbols=16),
-        model=DecoderSpec(vocabulary=20, width=32, layers=2, heads=2, key_value_heads=2, hidden=64, convolution=2),
-        memory=GradMemSpec(slots=8, steps=2, order=order, write_head=True),
+        model=DecoderSpec(vocabulary=20, width=32, layers=2, heads=2, key_value_heads=2, hidden=64, convolution=2, embedding_std=1.0),
+        memory=GradMemSpec(slots=8, steps=2, order=order, write_head=True, start=0.02),
         optimizer=Optimizer(rate=3e-3, batch=32, micro_batch=32),
-        stage=(Stage(pairs=(4,), steps=(2,), at_most=200),),
+        stage=(Stage(pairs=(4,), steps=(2,), at_most=120),),
         checkpoint_every=1000,
     )
     (row,) = exact_match(train(spec, tmp_path / "run").memory, spec.task, pairs=4, steps=[2], contexts=200, seed=1)

@@ -4,6 +4,8 @@ Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, n
 """
 
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +20,11 @@ if TYPE_CHECKING:
     from graven.memory.file import Memory
     from graven.model import Model
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-ModelOption = Annotated[str | None, typer.Option("--model", metavar="M", help="`records`, a `graven train` folder, a model directory, a GGUF file or a hub id.")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", metavar="M", help="`records`, a `graven train` folder, a model directory, a GGUF file or a hub id.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
 
@@ -42,14 +46,15 @@ def demo(
     shown = run(model)
     draw(shown, png)
     count = len(shown.answers)
-    say(f"{count} records ({shown.text_bytes} bytes of text) into {shown.states.shape[1]} vectors ({shown.memory_bytes} bytes) of a model of two layers\n")
+    say(f"{count} records ({shown.text_bytes} bytes of text) into {shown.states.shape[1]} vectors ({shown.memory_bytes} bytes)\n")
     for step, (loss, right) in enumerate(zip(shown.losses, shown.right, strict=True)):
         say(f"step {step}   write loss {loss:.3f}   {'#' * right}{'.' * (count - right)}  {right}/{count} answered")
     say("\nThe text is gone. From the memory alone:\n")
     cells = [f"{key} -> {text} {'ok' if good else 'WRONG'}" for key, text, good in shown.answers]
     for first in range(0, count, 4):
         say("   ".join(f"{cell:<14}" for cell in cells[first : first + 4]).rstrip())
-    say(f"\nmemory {shown.memory_bytes} bytes, KV cache of the same text {shown.cache_bytes} bytes ({shown.cache_bytes / shown.memory_bytes:.0f} times)")
+    times = shown.cache_bytes / shown.memory_bytes
+    say(f"\nmemory {shown.memory_bytes} bytes, KV cache of the same text {shown.cache_bytes} bytes ({times:.0f} times)")
     say(f"picture: {png}")
     return 0 if all(good for _, _, good in shown.answers) else 1
 
@@ -64,7 +69,7 @@ def write(
     rate: Annotated[float | None, typer.Option(metavar="R", help="Step size for a frozen model, in spreads of its embeddings; 0.3.")] = None,
     deadline: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds and keep the best so far.")] = None,
     seed: Annotated[int, typer.Option(help="Of the start vectors.")] = 0,
-    json: JsonOption = False,  # noqa: A002  # the option's name
+    json: JsonOption = False,
 ) -> int:
     """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
     from graven.memory.file import ensure_replaceable
@@ -94,7 +99,7 @@ def ask(
     query: Annotated[list[str], typer.Argument(metavar="QUERY...", help="A key, or the beginning of a text.")],
     model: ModelOption = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer; 64, or a value's length.")] = None,
-    json: JsonOption = False,  # noqa: A002  # the option's name
+    json: JsonOption = False,
 ) -> int:
     """Answer queries from a memory alone."""
     loaded, reader = open_memory(memory, model)
@@ -106,23 +111,24 @@ def ask(
     )
     unsure = [a for a in answers if loaded.about.kind == "records" and a.log_probability < UNSURE]
     for a in unsure:
-        note(f"{a.query!r} may not be in this memory: the answer {a.text!r} has probability {2.718281828 ** a.log_probability:.2f}")
+        note(f"{a.query!r} may not be in this memory: the answer {a.text!r} has probability {math.exp(a.log_probability):.2f}")
     return 1 if unsure else 0
 
 
 @app.command()
-def recite(memory: MemoryArgument, model: ModelOption = None, json: JsonOption = False) -> int:  # noqa: A002  # the option's name
+def recite(memory: MemoryArgument, model: ModelOption = None, json: JsonOption = False) -> int:
     """What the model reproduces from the memory when it runs freely."""
     loaded, reader = open_memory(memory, model)
     recital = reader.recite(loaded)
     show({"text": recital.text, "exact": recital.exact, "tokens": recital.tokens}, [recital.text], as_json=json)
     if not recital.exact:
-        note(f"not the text that was written: at the write, {loaded.about.recited} of {loaded.about.tokens} tokens were reproduced before the first miss")
+        about = loaded.about
+        note(f"not the text that was written: at the write, {about.recited} of {about.tokens} tokens were reproduced before the first miss")
     return 0 if recital.exact else 1
 
 
 @app.command()
-def inspect(memory: MemoryArgument, json: JsonOption = False) -> int:  # noqa: A002  # the option's name
+def inspect(memory: MemoryArgument, json: JsonOption = False) -> int:
     """Everything that a memory file says of itself; no model is loaded."""
     from dataclasses import asdict
 
@@ -237,8 +243,9 @@ def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """To standard output."""
-    print(text, flush=True)
+    """To standard output; what its encoding lacks, and the bytes of a file name that are no text, are spelled out."""
+    encoding = sys.stdout.encoding
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 
 def note(text: str) -> None:
@@ -264,16 +271,20 @@ def progress_bar(what: str, *, total: int | None = None, quiet: bool = False) ->
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(app(list(sys.argv[1:] if arguments is None else arguments), prog_name="graven", standalone_mode=False) or 0)
+        return int(app(words or ["--help"], prog_name="graven", standalone_mode=False) or 0)
     except typer.Exit as exit_:
         return exit_.exit_code
     except GravenError as error:
         note(" ".join(str(error).split()))
         return 2
     except typer.TyperException as error:
-        note(f"{error.format_message()} Try graven --help.")
+        note(f"{' '.join(error.format_message().split()).rstrip('.')}. Try graven --help.")
         return 2
+    except BrokenPipeError:  # the reader of a pipe has enough, as in `graven recite FILE | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        return 141
     except (KeyboardInterrupt, typer.Abort):
         note("interrupted; no half-written file is left, and a training goes on with --resume")
         return 130

@@ -61,15 +61,15 @@ def run(model: RecordsModel, records: tuple[str, ...] = RECORDS) -> Demo:
         confidence.append(value_probability(logits, episode)[0])
         state = step.state
     written = model.write("\n".join(records))
-    answers = [(key, model.ask(written, key).text, value) for key, value in pairs]
-    spec = memory.model.decoder.spec  # type: ignore[union-attr]  # the shipped model is our own decoder
+    found = model.ask_many(written, [key for key, _ in pairs])
+    spec = model.spec.model
     heads = spec.key_value_heads * spec.width // spec.heads
     return Demo(
         states=torch.stack(states),
         losses=losses,
         right=hits,
         confidence=torch.stack(confidence),
-        answers=[(key, text, text == value) for key, text, value in answers],
+        answers=[(key, answer.text, answer.text == value) for answer, (key, value) in zip(found, pairs, strict=True)],
         memory_bytes=written.bytes,
         text_bytes=len("\n".join(records).encode()),
         cache_bytes=2 * spec.layers * heads * episode.context.ids.shape[1] * 4,

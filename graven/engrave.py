@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from graven.errors import Outcome
+from graven.errors import ModelError, Outcome
 from graven.memory.gradient import GradMem, Moments, Prepared
 from graven.tasks.base import Tokens
 
 ROWS_AT_ONCE = 8
-DIVERGED = 2.0  # a loss this many times the start's, after it had been below, will not come back at the same rate
+DIVERGED = 2.0  # a loss of more than this many times the lowest so far, and a nat, will not come back at the same rate
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,14 @@ class Engraved:
 
 @dataclass
 class Row:
-    """The best state of one row so far."""
+    """One row of the context and its best state so far; the first one is judged before any step."""
 
     state: Float[Tensor, "M D"]
     hits: Bool[Tensor, "T"]
     length: int
-    loss: float = math.inf
+    kept: float = math.inf  # loss of that state
+    loss: float = math.inf  # of the newest state
+    first: float = math.inf
     lowest: float = math.inf
     exact: bool = False
     diverged: bool = False
@@ -79,7 +81,10 @@ def engrave(
         steps: Most steps for each row.
         until_exact: A row stops when it is reproduced exactly and keeps its best state; otherwise it takes every step and keeps the last.
         deadline: Seconds after which no further step is taken.
-        progress: Called after each step with step, mean loss and token accuracy.
+        progress: Called at each step with its number, the mean loss before it and the token accuracy of what is kept. The number starts
+            from 1 again for each group of rows that fits into a batch.
+    Raises:
+        ModelError: The loss of the start state is not finite.
     Source: ours; tests/test_engrave.py.
     """
     began = time.monotonic()
@@ -94,14 +99,13 @@ def engrave(
         rows += part
         curves.append(curve)
         late |= timed_out
-    longest = max((len(curve) for curve in curves), default=0)
     sizes = [len(group.ids) for group in groups]
-    losses = [
-        sum(size * curve[min(step, len(curve) - 1)] for size, curve in zip(sizes, curves, strict=True) if curve) / sum(sizes) for step in range(longest)
-    ]
+    most = max(len(curve) for curve in curves)
+    full = [curve + curve[-1:] * (most - len(curve)) for curve in curves]  # rows that are done keep their loss
+    losses = [sum(size * loss for size, loss in zip(sizes, at, strict=True)) / sum(sizes) for at in zip(*full, strict=True)]
     return Engraved(
         state=torch.stack([row.state for row in rows]),
-        losses=losses,
+        losses=losses[:-1],  # the last is that of the end
         token_accuracy=sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)),
         recited=[row.recited for row in rows],
         outcome=_outcome(rows, until_exact=until_exact, late=late),
@@ -119,7 +123,7 @@ def _group(
     seconds: float | None,
     progress: Callable[[int, float, float], None] | None,
 ) -> tuple[list[Row], list[float], bool]:
-    """Rows that fit into one batch; those that are done leave it."""
+    """Rows that fit into one batch, their mean loss before each step and at the end, and whether time ran out. Rows that are done leave the batch."""
     began = time.monotonic()
     state = memory.start(len(context.ids))
     prepared = memory.prepare(state, context)
@@ -127,31 +131,38 @@ def _group(
     going = torch.arange(len(rows))
     moments: Moments | None = None
     curve: list[float] = []
-    late = False
     for taken in range(steps + 1):
         step = memory.step(state, prepared, moments)
         for at, i in enumerate(going.tolist()):
-            _judge(rows[i], state[at], step.loss[at], step.hits[at], keep_best=until_exact)
-            if until_exact and rows[i].recited == rows[i].length and not rows[i].exact:
+            new = _judge(rows[i], state[at], step.loss[at], step.hits[at], keep_best=until_exact)
+            if until_exact and new and rows[i].recited == rows[i].length:
                 rows[i].exact = memory.recite(state[at : at + 1], [rows[i].length])[0] == context.row(i)
-        late = seconds is not None and time.monotonic() - began >= seconds
-        keep = torch.tensor([not (rows[i].exact or rows[i].diverged) for i in going.tolist()], dtype=torch.bool)
-        if taken == steps or late or not keep.any():
-            break
         curve.append(sum(row.loss for row in rows) / len(rows))
+        keep = torch.tensor([not (rows[i].exact or rows[i].diverged) for i in going.tolist()], dtype=torch.bool)
+        if taken == steps or not keep.any():
+            break
+        if seconds is not None and time.monotonic() - began >= seconds:
+            return rows, curve, True
         if progress is not None:
             progress(taken + 1, curve[-1], sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)))
         going, state, moments, prepared = going[keep], step.state[keep], _kept(step.moments, keep), _context_kept(prepared, keep)
-    return rows, curve, late
+    return rows, curve, False
 
 
-def _judge(row: Row, state: Tensor, loss: Tensor, hits: Tensor, *, keep_best: bool) -> None:
+def _judge(row: Row, state: Tensor, loss: Tensor, hits: Tensor, *, keep_best: bool) -> bool:
+    """Take note of the newest state; True where it is the one to keep."""
     value = float(loss)
+    if row.first == math.inf:
+        if not math.isfinite(value):
+            raise ModelError(f"the loss of the start state is {value}; the model's weights or embeddings are not finite. Fetch the model again.")
+        row.first = value
     row.lowest = min(row.lowest, value)
-    row.diverged = keep_best and (not math.isfinite(value) or value > DIVERGED * max(row.lowest, 1.0) + 1.0)
-    better = (int(hits.sum()), -value) > (int(row.hits.sum()), -row.loss)
-    if not keep_best or (better and math.isfinite(value)):
-        row.state, row.hits, row.loss = state.clone(), hits, value
+    row.diverged = not math.isfinite(value) or (keep_best and value > DIVERGED * max(row.lowest, 1.0) + 1.0)
+    new = not row.diverged and (not keep_best or (int(hits.sum()), -value) > (int(row.hits.sum()), -row.kept))
+    if new:
+        row.state, row.hits, row.kept = state.clone(), hits, value
+    row.loss = row.kept if row.diverged else value
+    return new
 
 
 def _kept(moments: Moments | None, keep: Tensor) -> Moments | None:
@@ -169,4 +180,7 @@ def _outcome(rows: list[Row], *, until_exact: bool, late: bool) -> Outcome:
         return Outcome.DIVERGED
     if late:
         return Outcome.DEADLINE
-    return Outcome.STEPS if until_exact else Outcome.DONE
+    if not until_exact:
+        return Outcome.DONE
+    # a model that normalises its input bounds the loss however large the state has grown
+    return Outcome.DIVERGED if any(row.loss > row.first for row in rows if not row.exact) else Outcome.STEPS

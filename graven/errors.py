@@ -1,5 +1,7 @@
 """Every error that graven raises on purpose, and the sentence for every way a write can end.
 
+The tree, with the built-in class that each also is:
+
     GravenError
     |-- ShapeError         ValueError    a tensor of the wrong shape
     |-- SpecError          ValueError    a setting that is unknown, impossible or in conflict

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
@@ -32,7 +33,7 @@ PAGE_TOKENS = 128  # a longer text is cut: beyond this the steps to an exact cop
 TOKENS_A_SLOT = 8
 TEXT_STEPS = 1000
 TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
-TEXT_SCALE = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
+TEXT_START = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
 ANSWER_TOKENS = 64
 ROWS_AT_ONCE = 64
 
@@ -137,7 +138,7 @@ class RecordsModel:
     kind = "records"
 
     def __init__(self, trained: Trained, *, slots: int | None = None):
-        self.memory, self.task, self.name = trained.memory, trained.spec.task, trained.memory.model.name
+        self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
         if slots not in (None, self.memory.spec.slots):
             raise SpecError(f"`slots` is {slots} and {self.name} was trained with {self.memory.spec.slots}; leave `slots` out.")
@@ -202,7 +203,7 @@ class RecordsModel:
 
     def _values(self, state: Float[Tensor, "P M D"], keys: Sequence[str], *, most: int) -> list[tuple[int, Continuation]]:
         mark = self.task.mark
-        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()]
+        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
         return ask_pages(self.memory, state, rows, most=most, stop={mark("!"), mark("|")})
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
@@ -264,7 +265,7 @@ class TextModel:
         pages = Tokens.of(cut(ids, max(1, room)))
         slots = self.slots or math.ceil(pages.ids.shape[1] / TOKENS_A_SLOT)
         rule = Adam(rate=rate * self.model.embedding_scale)
-        memory = GradMem(self.model, GradMemSpec(slots=slots, steps=steps, rule=rule, order="none"), seed=seed, scale=TEXT_SCALE)
+        memory = GradMem(self.model, GradMemSpec(slots=slots, steps=steps, rule=rule, order="none", start=TEXT_START), seed=seed)
         done = engrave(memory, pages, steps=steps, until_exact=steps > 0, deadline=deadline, progress=progress)
         return memory_of(done, pages, model=self.model, kind="text", rule=repr(rule), seed=seed, lossless=self.model.decode(ids) == text)
 
@@ -326,7 +327,7 @@ def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
     """
     count = max(1, math.ceil(len(items) / most))
     bounds = [math.ceil(len(items) * i / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [items[a:b] for a, b in pairwise(bounds)]
 
 
 def check_numbers(*, steps: int, seed: int, deadline: float | None) -> None:

@@ -5,6 +5,7 @@ scale or augment their embeddings inside fail it and are refused: free vectors w
 columns see later ones, and heads that are more than a matrix, a factor and a cap.
 """
 
+import os
 import struct
 from collections.abc import Collection
 from functools import cached_property
@@ -215,6 +216,7 @@ def load_pretrained(
     where = place(path)
     library().utils.logging.set_verbosity_error()
     library().utils.logging.disable_progress_bar()
+    import_module("huggingface_hub.utils.logging").set_verbosity_error()  # five retries are told without it
     model = load_whole(path, **where, dtype=getattr(torch, dtype), attn_implementation=attention)
     try:
         tokenizer = library().AutoTokenizer.from_pretrained(**where)
@@ -267,7 +269,7 @@ def place(path: str) -> dict[str, Any]:
     advice = "give a model directory, a `.gguf` file or a hub id."
     there, where = Path(path), {"pretrained_model_name_or_path": path, "trust_remote_code": False}
     if there.suffix == ".gguf":
-        if not there.is_file():
+        if not os.path.isfile(there):
             raise ModelError(f"there is no file {path}; {advice}")
         with there.open("rb") as file:
             if file.read(4) != b"GGUF":
@@ -275,10 +277,10 @@ def place(path: str) -> dict[str, Any]:
         if lacking := [package for package in ("gguf", "accelerate") if find_spec(package) is None]:
             raise ModelError(f"reading the GGUF file {path} takes the package {' and '.join(lacking)}; run `pip install 'graven[gguf]'`.")
         return where | {"pretrained_model_name_or_path": str(there.parent), "gguf_file": there.name}
-    if path.strip() and there.is_dir():
+    if path.strip() and os.path.isdir(there):  # of `os.path`, which takes a name that is too long for one that is not there
         if not (there / "config.json").is_file():
             raise ModelError(f"the directory {path} holds no model: it has no config.json. Give a directory written by `save_pretrained`.")
-    elif path.strip() and there.exists():
+    elif path.strip() and os.path.exists(there):
         raise ModelError(f"{path} is a file and no GGUF file; {advice}")
     elif path.count("/") > 1 or path.startswith((".", "/", "~")) or not path.strip():
         raise ModelError(f"there is no directory {path!r}; {advice}")
@@ -305,7 +307,7 @@ def reason(error: BaseException) -> str:
 
 def revision_of(path: str) -> str | None:
     """Commit of a hub model's snapshot in the cache; None for anything local."""
-    if Path(path).exists():
+    if os.path.exists(path):
         return None
     from transformers.utils.hub import cached_file, extract_commit_hash
 

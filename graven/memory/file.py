@@ -12,16 +12,16 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Literal, Self
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 from torch import Tensor
 
-from graven.errors import MemoryFileError, MismatchError, OutputError, SpecError
-from graven.lm.base import digest
+from graven.errors import MemoryFileError, MismatchError, Outcome, OutputError, SpecError
+from graven.lm.base import LanguageModel, digest
 from graven.report import ensure_writable, write_atomically
 from graven.settings import build
 
@@ -79,9 +79,11 @@ class About:
         seed: Of the start.
         seconds: Wall clock of the write.
         versions: Of what wrote it.
+    Raises:
+        SpecError: A number is out of range, or `outcome` is unknown.
     """
 
-    kind: str
+    kind: Literal["records", "text"]
     base: Base
     slots: int
     pages: tuple[Page, ...]
@@ -97,6 +99,16 @@ class About:
     records: int | None = None
     answered: int | None = None
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(x) for x in (self.token_accuracy, self.seconds, *self.losses)):
+            raise SpecError("`token_accuracy`, `seconds` or `losses` is not finite.")
+        if not self.pages or not all(0 <= page.recited <= page.tokens for page in self.pages):
+            raise SpecError("`pages` must name at least one page, and no page recites more tokens than it has.")
+        if self.outcome not in Outcome.__members__:
+            raise SpecError(f"`outcome` is {self.outcome!r}; it must be one of {', '.join(Outcome.__members__)}.")
+        if self.kind == "records" and (self.records is None or self.answered is None):
+            raise SpecError("`records` and `answered` are missing; a memory of records has both.")
 
     @property
     def tokens(self) -> int:
@@ -136,18 +148,20 @@ class Memory:
         """SHA-256 of metadata and state."""
         return digest(_json(self.about).encode(), self.state.contiguous().numpy().tobytes())
 
-    def belongs_to(self, *, fingerprint: str, name: str) -> None:
+    def belongs_to(self, model: LanguageModel) -> None:
         """Pass where the model is the one that wrote the memory.
 
         Raises:
             MismatchError: It is another one; the sentence names both.
         """
-        base = self.about.base
+        base, fingerprint, width = self.about.base, model.fingerprint, self.state.shape[-1]
         if base.fingerprint != fingerprint:
             raise MismatchError(
-                f"this memory was written with {base.name} (fingerprint {base.fingerprint[:12]}) and {name} has fingerprint {fingerprint[:12]}; "
-                "vectors of one model mean nothing to another. Name the right model with --model, or write the memory anew."
+                f"this memory was written with {base.name} (fingerprint {base.fingerprint[:12]}) and {model.name} has fingerprint "
+                f"{fingerprint[:12]}; vectors of one model mean nothing to another. Name the right model with --model, or write the memory anew."
             )
+        if width != model.width:
+            raise MismatchError(f"this memory has vectors of width {width} and {model.name} takes {model.width}; write the memory anew.")
 
     def save(self, path: str | Path) -> Path:
         """Write the file, whole or not at all.
@@ -169,36 +183,22 @@ class Memory:
         """
         place = Path(path)
         try:
-            size = os.stat(place).st_size if place.is_file() else -1
-            if size < 0:
-                raise MemoryFileError(f"there is no file {place}; give the path of a memory that `graven write` made.")
-            if size > MOST_BYTES:
-                raise MemoryFileError(f"{place} has {size} bytes, and no memory is larger than {MOST_BYTES}; this is another kind of file.")
-            with safe_open(place, framework="pt") as file:
-                metadata = file.metadata() or {}
-                if "graven" not in metadata or list(file.keys()) != ["state"]:
-                    raise MemoryFileError(f"{place} is a safetensors file and no memory; give a file that `graven write` made.")
-                about = _about(metadata["graven"], place)
-                state = file.get_tensor("state")
-        except (SafetensorError, OSError, UnicodeDecodeError, ValueError) as error:
+            about, state = _parts(_bytes(place), place)
+        # OverflowError: an integer that no float holds; RecursionError: JSON of a thousand brackets
+        except (SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, MemoryFileError):
                 raise
-            raise MemoryFileError(f"{place} is no whole memory file ({error}); it was cut short, changed, or never was one. Write it anew.") from error
-        memory = cls(state, about)
-        memory._verify(place, metadata.get("checksum"))
-        return memory
-
-    def _verify(self, place: Path, checksum: str | None) -> None:
-        wanted = [len(self.about.pages), self.about.slots]
-        if self.state.dtype != torch.float32 or self.state.dim() != 3 or list(self.state.shape[:2]) != wanted:
+            reason = " ".join(str(error).split())[:200]
+            raise MemoryFileError(f"{place} is no whole memory file ({reason}); it was cut short or changed, or is none. Write it anew.") from error
+        wanted = [len(about.pages), about.slots]
+        if list(state.shape[:2]) != wanted:
             raise MemoryFileError(
-                f"{place} has a state of {self.state.dtype} and shape {list(self.state.shape)}, and its metadata speak of "
-                f"{wanted[0]} pages of {wanted[1]} float32 slots; the file was changed. Write it anew."
+                f"{place} has a state of shape {list(state.shape)}, and its metadata speak of {wanted[0]} pages of {wanted[1]} slots; "
+                "the file was changed. Write it anew."
             )
-        if not bool(torch.isfinite(self.state).all()):
+        if not bool(torch.isfinite(state).all()):
             raise MemoryFileError(f"{place} holds numbers that are not finite; the write that made it failed. Write it anew with a lower --rate.")
-        if checksum != self.content_hash:
-            raise MemoryFileError(f"{place} does not match its checksum; it was damaged or changed after it was written. Write it anew.")
+        return cls(state, about)
 
 
 def ensure_replaceable(path: Path) -> None:
@@ -207,9 +207,9 @@ def ensure_replaceable(path: Path) -> None:
     Raises:
         OutputError: Something else stands there, or the folder cannot be written to.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # of `os.path`, which takes a name that is too long for one that is not there
         raise OutputError(f"{path} is a folder; give the name of a file to write.")
-    if path.exists():
+    if os.path.exists(path):
         try:
             Memory.load(path)
         except MemoryFileError as error:
@@ -217,19 +217,41 @@ def ensure_replaceable(path: Path) -> None:
     ensure_writable(path)
 
 
+def _bytes(place: Path) -> bytes:
+    """The whole file, read once: what happens to it later, in place or not, cannot reach a memory that was read."""
+    if not os.path.isfile(place):  # opening a pipe or a device may never return
+        raise MemoryFileError(f"there is no file {place}; give the path of a memory that `graven write` made.")
+    if (size := os.stat(place).st_size) > MOST_BYTES:
+        raise MemoryFileError(f"{place} has {size} bytes, and no memory is larger than {MOST_BYTES}; this is another kind of file.")
+    return place.read_bytes()
+
+
+def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
+    """Metadata and state of a container. The shapes that it declares are checked against its length before anything is allocated."""
+    tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = header.get("__metadata__", {})
+    if "graven" not in metadata or list(tensors) != ["state"]:
+        raise MemoryFileError(f"{place} is a safetensors file and no memory; give a file that `graven write` made.")
+    about = _about(metadata["graven"], place)
+    kind, shape, numbers = (tensors["state"][name] for name in ("dtype", "shape", "data"))
+    if kind != "F32" or len(shape) != 3 or not numbers:
+        raise MemoryFileError(f"{place} has a state of type {kind} and shape {shape}; float32 and three axes were expected. Write it anew.")
+    if metadata.get("checksum") != digest(metadata["graven"].encode(), numbers):
+        raise MemoryFileError(f"{place} does not match its checksum; it was damaged or changed after it was written. Write it anew.")
+    return about, torch.frombuffer(numbers, dtype=torch.float32).reshape(shape)
+
+
 def _json(about: About) -> str:
     return json.dumps(dataclasses.asdict(about), sort_keys=True)
 
 
 def _about(text: str, place: Path) -> About:
-    fields: Any = json.loads(text)
+    fields = json.loads(text)
     version = fields.get("version") if isinstance(fields, dict) else None
     if version != VERSION:
         raise MemoryFileError(f"{place} has format version {version!r} and this graven reads version {VERSION}; install the graven that wrote it.")
     try:
-        about = build(About, fields, where="metadata")
+        return build(About, fields, where="metadata")
     except SpecError as error:
-        raise MemoryFileError(f"{place} has damaged metadata: {error}") from error
-    if not all(math.isfinite(x) for x in (about.token_accuracy, about.seconds)):
-        raise MemoryFileError(f"{place} has metadata that are not finite; the file was changed. Write it anew.")
-    return about
+        raise MemoryFileError(f"{place} has damaged metadata, so write it anew: {error}") from error

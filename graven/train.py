@@ -43,18 +43,24 @@ class Stage:
         steps: Numbers of write steps, K; one is drawn for each step.
         at_most: Training steps after which the stage ends in any case.
         until: Running exact match that ends it earlier.
-        decay: The rate falls along a cosine over `at_most` steps, to 5 % of itself.
+        rate: The optimizer's rate in this stage; that of [optimizer] where left out.
+        decay_over: Steps of a cosine along which the rate falls to 5 % of itself; 0 for a constant rate. May be longer than the stage.
     """
 
     pairs: tuple[int, ...]
     steps: tuple[int, ...]
     at_most: int
     until: float = 2.0
-    decay: bool = False
+    rate: float | None = None
+    decay_over: int = 0
 
     def __post_init__(self) -> None:
         if not self.pairs or not self.steps or min(self.pairs) < 1 or min(self.steps) < 0 or self.at_most < 1:
             raise SpecError("a stage needs `pairs` of at least 1, `steps` of at least 0 and `at_most` of at least 1.")
+        if self.rate is not None and not self.rate > 0:
+            raise SpecError(f"`rate` is {self.rate}; it must be above 0.")
+        if self.decay_over and self.decay_over < self.at_most:
+            raise SpecError(f"`decay_over` is {self.decay_over} and `at_most` is {self.at_most}; a cosine must last as long as its stage, or be 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,9 +198,9 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
     pairs = stage.pairs[int(torch.randint(len(stage.pairs), (1,), generator=generator))]
     steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))]
-    rate = settings.rate * min(1.0, (progress.step + 1) / settings.warm_up) if settings.warm_up else settings.rate
-    if stage.decay:
-        rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.at_most)) / 2
+    rate = (settings.rate if stage.rate is None else stage.rate) * min(1.0, (progress.step + 1) / max(1, settings.warm_up))
+    if stage.decay_over:
+        rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.decay_over)) / 2
     for group in optimizer.param_groups:
         group["lr"] = rate
     for parameter in memory.parameters():  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike

@@ -27,7 +27,7 @@ TINY = TrainSpec(
     model=DecoderSpec(vocabulary=12, width=8, layers=1, heads=2, key_value_heads=1, hidden=8, convolution=2),
     memory=GradMemSpec(slots=2, steps=1, rule=SGD(rate=0.5, learn="coordinate"), write_head=True),
     optimizer=Optimizer(rate=1e-2, batch=4, micro_batch=2, warm_up=4),
-    stage=(Stage(pairs=(2, 3), steps=(0, 1, 2), at_most=6), Stage(pairs=(3,), steps=(0, 1), at_most=6, decay=True)),
+    stage=(Stage(pairs=(2, 3), steps=(0, 1, 2), at_most=6), Stage(pairs=(3,), steps=(0, 1), at_most=6, rate=2e-2, decay_over=8)),
     checkpoint_every=4,
 )
 STEPS = 12
@@ -64,7 +64,8 @@ at_most = 6
 pairs = [3]
 steps = [0, 1]
 at_most = 6
-decay = true
+rate = 2e-2
+decay_over = 8
 """
 
 

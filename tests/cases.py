@@ -41,6 +41,15 @@ def llama(dtype: torch.dtype = torch.float32) -> Pretrained:
     return Pretrained(zoo.build("LlamaConfig", settings, seed=2, attention="eager").to(dtype), zoo.tokenizer(), name="llama")
 
 
+def sharp(model: Small | Pretrained) -> Small | Pretrained:
+    """The same model with norms of 1 and weights from N(0, 0.3): attention looks somewhere, so eight vectors hold a few tokens exactly."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.ones(parameter.shape) if parameter.dim() == 1 else torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.requires_grad_(False)
+
+
 def gradmem(model: Callable[[], Small | Pretrained], **settings: object) -> Callable[[], GradMem]:
     return lambda: GradMem(model(), GradMemSpec(**{"slots": 4, "steps": 2, **settings}), seed=3)
 

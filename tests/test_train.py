@@ -141,7 +141,7 @@ def test_the_same_spec_gives_the_same_bits_and_another_seed_others(whole, tmp_pa
 
 def test_the_rate_warms_up_and_falls_along_a_cosine_to_a_twentieth(whole):
     warm = [1e-2 * min(1, (step + 1) / 4) for step in range(6)]
-    falling = [1e-2 * (0.05 + 0.95 * (1 + math.cos(math.pi * step / 6)) / 2) for step in range(6)]
+    falling = [2e-2 * (0.05 + 0.95 * (1 + math.cos(math.pi * step / 8)) / 2) for step in range(6)]
     assert [row["rate"] for row in read_lines(whole / "curve.jsonl")] == pytest.approx(warm + falling)
 
 

@@ -147,7 +147,7 @@ def in_front(
     return rows_at(run(rows_at(x, there), None if positions is None else positions.gather(1, there)), back)
 
 
-def digest(*parts: bytes) -> str:
+def digest(*parts: bytes | bytearray) -> str:
     """Hexadecimal SHA-256 of the parts, each with its length."""
     total = hashlib.sha256()
     for part in parts:

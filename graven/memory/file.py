@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -175,7 +175,7 @@ class Memory:
         return target
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
+    def load(cls, path: str | Path) -> "Memory":
         """Read a file; a state that comes back is bit for bit the one that was saved.
 
         Raises:

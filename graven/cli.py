@@ -5,7 +5,6 @@ Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, n
 
 import json
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ ModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
 
+INTERRUPTED = 130  # what typer makes of Ctrl-C
 UNSURE = -0.6931  # below this an answer is less probable than not
 
 
@@ -78,7 +78,9 @@ def write(
     text = read_text(file)
     ensure_replaceable(out)
     with progress_bar("writing", quiet=json) as tick:
-        memory = load(model or "records", slots=slots).write(text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick)
+        memory = load("records" if model is None else model, slots=slots).write(
+            text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick
+        )
     memory.save(out)
     about = memory.about
     show(
@@ -167,7 +169,7 @@ def open_memory(path: Path, model: str | None) -> "tuple[Memory, Model]":
     from graven.model import load
 
     memory = Memory.load(path)
-    return memory, load(model or memory.about.base.name)
+    return memory, load(memory.about.base.name if model is None else model)
 
 
 def read_text(name: str) -> str:
@@ -273,21 +275,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return int(app(words or ["--help"], prog_name="graven", standalone_mode=False) or 0)
-    except typer.Exit as exit_:
-        return exit_.exit_code
+        code = int(app(words or ["--help"], prog_name="graven", standalone_mode=False) or 0)
     except GravenError as error:
         note(" ".join(str(error).split()))
         return 2
     except typer.TyperException as error:
         note(f"{' '.join(error.format_message().split()).rstrip('.')}. Try graven --help.")
         return 2
-    except BrokenPipeError:  # the reader of a pipe has enough, as in `graven recite FILE | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
-        return 141
-    except (KeyboardInterrupt, typer.Abort):
+    if code == INTERRUPTED:
         note("interrupted; no half-written file is left, and a training goes on with --resume")
-        return 130
+    return code
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def draw(demo: Demo, path: Path) -> None:
     """Which record is in memory after which step, what the write loss did, and the vectors themselves."""
     steps = range(len(demo.losses))
     records = demo.confidence.shape[1]
-    with figure(path, width=11, height=3.8, columns=3) as (left, centre, right_axes):
-        image = left.imshow(demo.confidence.T, cmap="viridis", vmin=0, vmax=1, aspect="auto")
+    with figure(path, width=11.0, height=3.8, columns=3) as (left, centre, right_axes):
+        image = left.imshow(demo.confidence.T.numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
         left.set(xlabel="gradient steps", ylabel="record", title="probability of the right value", xticks=list(steps))
         left.set_yticks(range(records), [record for record, _, _ in demo.answers], fontsize=6, family="monospace")
         left.grid(visible=False)
@@ -99,7 +99,7 @@ def draw(demo: Demo, path: Path) -> None:
         loss_axes.set_ylabel("write loss, nats a token", color="#c8553d")
         change = demo.states[-1] - demo.states[0]
         limit = float(change.abs().quantile(0.99))
-        image = right_axes.imshow(change, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
+        image = right_axes.imshow(change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto", interpolation="nearest")
         right_axes.set(xlabel="coordinate", ylabel="slot", title="what the write changed", yticks=range(len(change)))
         right_axes.grid(visible=False)
         right_axes.figure.colorbar(image, ax=right_axes, shrink=0.8)

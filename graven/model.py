@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -73,6 +73,7 @@ class Recital:
     tokens: int
 
 
+@runtime_checkable  # for the shape checks of the tests
 class Model(Protocol):
     """What `load` returns."""
 

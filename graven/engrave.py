@@ -99,18 +99,21 @@ def engrave(
         rows += part
         curves.append(curve)
         late |= timed_out
-    sizes = [len(group.ids) for group in groups]
-    most = max(len(curve) for curve in curves)
-    full = [curve + curve[-1:] * (most - len(curve)) for curve in curves]  # rows that are done keep their loss
-    losses = [sum(size * loss for size, loss in zip(sizes, at, strict=True)) / sum(sizes) for at in zip(*full, strict=True)]
     return Engraved(
         state=torch.stack([row.state for row in rows]),
-        losses=losses[:-1],  # the last is that of the end
+        losses=_mean(curves, sizes=[len(group.ids) for group in groups])[:-1],  # the last is that of the end
         token_accuracy=sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)),
         recited=[row.recited for row in rows],
         outcome=_outcome(rows, until_exact=until_exact, late=late),
         seconds=time.monotonic() - began,
     )
+
+
+def _mean(curves: list[list[float]], *, sizes: list[int]) -> list[float]:
+    """One curve of all groups, each counted by its rows; a group that is done keeps its last loss."""
+    most = max(len(curve) for curve in curves)
+    full = [curve + curve[-1:] * (most - len(curve)) for curve in curves]
+    return [sum(size * loss for size, loss in zip(sizes, at, strict=True)) / sum(sizes) for at in zip(*full, strict=True)]
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -143,8 +144,6 @@ class RecordsModel:
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
         if slots not in (None, self.memory.spec.slots):
             raise SpecError(f"`slots` is {slots} and {self.name} was trained with {self.memory.spec.slots}; leave `slots` out.")
-        if self.task.symbols > 62:
-            raise SpecError(f"{self.name} has {self.task.symbols} symbols and text has 62 (letters and digits); use it from Python.")
 
     def write(
         self,
@@ -355,13 +354,8 @@ def ask_pages(
     for first in range(0, len(queries), ROWS_AT_ONCE):
         rows = queries[first : first + ROWS_AT_ONCE]
         by_page = [memory.answer(page.expand(len(rows), -1, -1), Tokens.of(rows), most=most, stop=stop) for page in state]
-        best += [max(enumerate(answers), key=lambda found: mean(found[1].log_probabilities)) for answers in zip(*by_page, strict=True)]
+        best += [max(enumerate(answers), key=lambda found: fmean(found[1].log_probabilities)) for answers in zip(*by_page, strict=True)]
     return best
-
-
-def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean of at least one number."""
-    return sum(values) / len(values)
 
 
 def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bool]:

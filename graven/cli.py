@@ -4,7 +4,6 @@ Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, n
 """
 
 import json
-import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
-UNSURE = -0.6931  # below this an answer is less probable than not
 
 
 @app.command()
@@ -111,10 +109,10 @@ def ask(
         [a.text if len(answers) == 1 else f"{a.query}\t{a.text}" for a in answers],
         as_json=json,
     )
-    unsure = [a for a in answers if loaded.about.kind == "records" and a.log_probability < UNSURE]
-    for a in unsure:
-        note(f"{a.query!r} may not be in this memory: the answer {a.text!r} has probability {math.exp(a.log_probability):.2f}")
-    return 1 if unsure else 0
+    unknown = [a for a in answers if not a.known]
+    for a in unknown:
+        note(f"{a.query!r} is not a key of this memory; {a.text!r} is a guess")
+    return 1 if unknown else 0
 
 
 @app.command()
@@ -150,6 +148,7 @@ def train(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="A TOML file.")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/<name of the spec>.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in that folder.")] = False,
+    workers: Annotated[int, typer.Option(metavar="N", help="Micro-batches side by side, a core each; the result is the same.")] = 1,
 ) -> int:
     """Meta-train a small model and its memory."""
     from graven.train import longest, read_spec
@@ -158,7 +157,9 @@ def train(
     settings = read_spec(spec)
     folder = out or Path("runs") / spec.stem
     with progress_bar("training", total=longest(settings)) as tick:
-        run_training(settings, folder, resume=resume, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"]))
+        run_training(
+            settings, folder, resume=resume, workers=workers, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"])
+        )
     say(f"checkpoint: {folder}   use it with: graven write FILE --model {folder} -o OUT")
     return 0
 

@@ -30,7 +30,7 @@ from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
 from graven.train import Trained, load_trained
 
 SHIPPED = Path(__file__).parent / "checkpoints"
-PAGE_TOKENS = 128  # a longer text is cut: beyond this the steps to an exact copy grow faster than the text (docs/log.md)
+PAGE_TOKENS = 64  # a longer text is cut: beyond this the steps to an exact copy grow faster than the text (docs/log.md)
 TOKENS_A_SLOT = 8
 TEXT_STEPS = 1000
 TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
@@ -51,12 +51,14 @@ class Answer:
         text: The most probable continuation.
         log_probability: Natural logarithm of its probability, its end included.
         page: Page of the memory that it came from, counted from 0.
+        known: False where the memory holds records and the query is none of their keys: the text is then a guess.
     """
 
     query: str
     text: str
     log_probability: float
     page: int = 0
+    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -166,13 +168,15 @@ class RecordsModel:
         steps = self.memory.spec.steps if steps is None else steps
         check_numbers(steps=steps, seed=seed, deadline=deadline)
         pairs = parse_records(text, self.task)
-        context = Tokens.of([self._context(page) for page in cut(pairs, self.pairs_a_page)])
+        pages = cut(pairs, self.pairs_a_page)
+        context = Tokens.of([self._context(page) for page in pages])
+        keys = [tuple(sorted(key_hash(key) for key, _ in page)) for page in pages]
         done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
-        found = self._values(done.state, [key for key, _ in pairs], most=self.task.value_length + 1)
+        found = self._values(done.state, [key for key, _ in pairs], keys=keys, most=self.task.value_length + 1)
         answered = sum(text_of(best.tokens, self.task) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
         return memory_of(
             done, context, model=self.memory.model, kind="records", rule=repr(self.memory.spec.rule), seed=seed, lossless=True,
-            records=len(pairs), answered=answered,
+            records=len(pairs), answered=answered, keys=keys,
         )  # fmt: skip
 
     def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
@@ -185,13 +189,13 @@ class RecordsModel:
         return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
 
     def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
-        """The values of several keys."""
+        """The values of several keys; a key of none of the records gets the most probable guess, and `known` is False."""
         memory.belongs_to(self.memory.model)
         most = self.task.value_length + 1 if max_tokens is None else max_tokens
-        found = self._values(memory.state, [key_of(query, self.task) for query in queries], most=most)
+        asked, held = [key_of(query, self.task) for query in queries], [page.keys for page in memory.about.pages]
         return [
-            Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page)
-            for query, (page, best) in zip(queries, found, strict=True)
+            Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page, known=key_hash(key) in held[page])
+            for query, key, (page, best) in zip(queries, asked, self._values(memory.state, asked, keys=held, most=most), strict=True)
         ]
 
     def recite(self, memory: Memory) -> Recital:
@@ -201,10 +205,13 @@ class RecordsModel:
         lines = [text_of(row, self.task).replace("!!", "\n").strip("!") for row in rows]
         return Recital("\n".join(lines), exact, sum(map(len, rows)))
 
-    def _values(self, state: Float[Tensor, "P M D"], keys: Sequence[str], *, most: int) -> list[tuple[int, Continuation]]:
+    def _values(
+        self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
+    ) -> list[tuple[int, Continuation]]:
         mark = self.task.mark
-        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
-        return ask_pages(self.memory, state, rows, most=most, stop={mark("!"), mark("|")})
+        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(asked).tolist()] if asked else []
+        where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
+        return ask_pages(self.memory, state, rows, where=where, most=most, stop={mark("!"), mark("|")})
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])
@@ -283,7 +290,7 @@ class TextModel:
         memory.belongs_to(self.model)
         rows = [self._encode(query, what="the query") for query in queries]
         most = self._most(memory, rows, max_tokens)
-        found = ask_pages(self._reader(memory), memory.state, rows, most=most, stop=self.model.stop)
+        found = ask_pages(self._reader(memory), memory.state, rows, where=[None] * len(rows), most=most, stop=self.model.stop)
         return [
             Answer(query, self.model.decode(best.tokens), sum(best.log_probabilities), page)
             for query, (page, best) in zip(queries, found, strict=True)
@@ -345,17 +352,26 @@ def check_numbers(*, steps: int, seed: int, deadline: float | None) -> None:
 
 
 def ask_pages(
-    memory: GradMem, state: Float[Tensor, "P M D"], queries: Sequence[Sequence[int]], *, most: int, stop: set[int] | frozenset[int]
+    memory: GradMem,
+    state: Float[Tensor, "P M D"],
+    queries: Sequence[Sequence[int]],
+    *,
+    where: Sequence[int | None],
+    most: int,
+    stop: set[int] | frozenset[int],
 ) -> list[tuple[int, Continuation]]:
-    """Page and answer of each query: every page is asked, and the answer that is most probable for each of its tokens is taken."""
+    """Page and answer of each query: that of the page it is known to be on, or of all pages the answer most probable for each of its tokens."""
     if most < 1:
         raise SpecError(f"`max_tokens` is {most}; it must be at least 1.")
-    best: list[tuple[int, Continuation]] = []
-    for first in range(0, len(queries), ROWS_AT_ONCE):
-        rows = queries[first : first + ROWS_AT_ONCE]
-        by_page = [memory.answer(page.expand(len(rows), -1, -1), Tokens.of(rows), most=most, stop=stop) for page in state]
-        best += [max(enumerate(answers), key=lambda found: fmean(found[1].log_probabilities)) for answers in zip(*by_page, strict=True)]
-    return best
+    found: list[list[tuple[int, Continuation]]] = [[] for _ in queries]
+    for page, slots in enumerate(state):
+        asked = [i for i, known in enumerate(where) if known in (None, page)]
+        for first in range(0, len(asked), ROWS_AT_ONCE):
+            part = asked[first : first + ROWS_AT_ONCE]
+            answers = memory.answer(slots.expand(len(part), -1, -1), Tokens.of([queries[i] for i in part]), most=most, stop=stop)
+            for i, answer in zip(part, answers, strict=True):
+                found[i].append((page, answer))
+    return [max(answers, key=lambda answer: fmean(answer[1].log_probabilities)) for answers in found]
 
 
 def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bool]:
@@ -370,6 +386,11 @@ def text_hash(ids: Sequence[int]) -> str:
     return digest(",".join(map(str, ids)).encode())
 
 
+def key_hash(key: str) -> int:
+    """32 bits of a key's SHA-256."""
+    return int(digest(key.encode())[:8], 16)
+
+
 def memory_of(
     done: Engraved,
     context: Tokens,
@@ -381,14 +402,18 @@ def memory_of(
     lossless: bool,
     records: int | None = None,
     answered: int | None = None,
+    keys: Sequence[tuple[int, ...]] | None = None,
 ) -> Memory:
     """A memory file's worth of what a write gave."""
     rows = [context.row(i) for i in range(len(context.ids))]
+    keys = [()] * len(rows) if keys is None else keys
     about = About(
         kind=kind,
         base=Base(name=model.name, fingerprint=model.fingerprint, revision=getattr(model, "revision", None)),
         slots=done.state.shape[1],
-        pages=tuple(Page(tokens=len(row), recited=n, text_hash=text_hash(row)) for row, n in zip(rows, done.recited, strict=True)),
+        pages=tuple(
+            Page(tokens=len(row), recited=n, text_hash=text_hash(row), keys=held) for row, n, held in zip(rows, done.recited, keys, strict=True)
+        ),
         rule=rule,
         steps=len(done.losses),
         losses=tuple(done.losses),

@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from graven.measure import read_episode, right
 from graven.memory.gradient import GradMem, GradMemSpec
 from graven.report import figure, read_lines, write_atomically, write_lines
 from graven.settings import build, read_toml, table_of
+from graven.tasks.base import Episode
 from graven.tasks.retrieval import Retrieval
 
 FORMAT = 1
@@ -157,7 +159,13 @@ def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
 
 
 def train(
-    spec: TrainSpec, out: Path, *, resume: bool = False, report: Callable[[dict[str, Any]], None] | None = None, stop_after: int | None = None
+    spec: TrainSpec,
+    out: Path,
+    *,
+    resume: bool = False,
+    workers: int = 1,
+    report: Callable[[dict[str, Any]], None] | None = None,
+    stop_after: int | None = None,
 ) -> Trained | None:
     """Train to the end of the last stage, or for `stop_after` more steps.
 
@@ -165,34 +173,37 @@ def train(
         spec: What to train.
         out: Folder of the run; made where it is missing.
         resume: Go on from the folder's last whole checkpoint.
+        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits.
         report: Called with each row of the learning curve.
     Returns:
         The checkpoint, or None where `stop_after` came first.
     Raises:
         OutputError: The folder holds a run and `resume` was not asked for, or cannot be written to.
-        SpecError: The folder's run is of another spec.
+        SpecError: The folder's run is of another spec, or `workers` is below 1.
     """
+    if workers < 1:
+        raise SpecError(f"`workers` is {workers}; it must be at least 1.")
     memory = new_memory(spec, name=out.name)
     optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas, weight_decay=0.0)
     progress, curve = _open_run(spec, out, memory, optimizer, resume=resume)
     last = None if stop_after is None else progress.step + stop_after
-    while progress.stage < len(spec.stage):
-        if progress.step == last:
-            _save_run(spec, out, memory, optimizer, progress, curve)
-            return None
-        began = time.process_time()
-        row = _step(spec, memory, optimizer, progress)
-        progress.cpu_seconds += time.process_time() - began
-        curve.append({**row, "cpu_seconds": round(progress.cpu_seconds, 2)})
-        if report is not None:
-            report(curve[-1])
-        if progress.step % spec.checkpoint_every == 0:
-            _save_run(spec, out, memory, optimizer, progress, curve)
+    with ThreadPoolExecutor(workers) as pool:
+        while progress.stage < len(spec.stage) and progress.step != last:
+            began = time.process_time()
+            row = _step(spec, memory, optimizer, progress, pool)
+            progress.cpu_seconds += time.process_time() - began
+            curve.append({**row, "cpu_seconds": round(progress.cpu_seconds, 2)})
+            if report is not None:
+                report(curve[-1])
+            if progress.step % spec.checkpoint_every == 0:
+                _save_run(spec, out, memory, optimizer, progress, curve)
     _save_run(spec, out, memory, optimizer, progress, curve)
-    return _finish(spec, out, memory, progress)
+    return _finish(spec, out, memory, progress) if progress.stage == len(spec.stage) else None
 
 
-def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress) -> dict[str, Any]:
+def _step(
+    spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor
+) -> dict[str, Any]:
     """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
     stage, settings = spec.stage[progress.stage], spec.optimizer
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
@@ -203,17 +214,18 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
         rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.decay_over)) / 2
     for group in optimizer.param_groups:
         group["lr"] = rate
+    episodes = [
+        spec.task.sample(settings.micro_batch, pairs=pairs, generator=generator) for _ in range(settings.batch // settings.micro_batch)
+    ]
     for parameter in memory.parameters():  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike
         parameter.grad = torch.zeros_like(parameter)
     loss, exact = 0.0, 0.0
-    parts = settings.batch // settings.micro_batch
-    for _ in range(parts):
-        episode = spec.task.sample(settings.micro_batch, pairs=pairs, generator=generator)
-        logits = read_episode(memory, memory.write(memory.start(settings.micro_batch), episode.context, steps=steps), episode)
-        part = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten()) / parts
-        part.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        loss += float(part.detach())
-        exact += float(right(logits.detach(), episode).float().mean()) / parts
+    for part_loss, part_exact, gradients in pool.map(lambda episode: _part(memory, episode, steps), episodes):
+        loss += part_loss / len(episodes)
+        exact += part_exact / len(episodes)
+        for parameter, gradient in zip(memory.parameters(), gradients, strict=True):  # in the order of the parts, whichever was done first
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad.add_(gradient, alpha=1 / len(episodes))
     norm = float(torch.nn.utils.clip_grad_norm_(memory.parameters(), settings.clip))
     if math.isfinite(norm):  # one bad batch is passed over, and the row says so
         optimizer.step()
@@ -233,6 +245,15 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
     if progress.stage_step == stage.at_most or progress.running > stage.until:
         progress.stage, progress.stage_step, progress.running = progress.stage + 1, 0, 0.0
     return row
+
+
+def _part(memory: GradMem, episode: Episode, steps: int) -> tuple[float, float, tuple[Tensor | None, ...]]:
+    """Loss, exact match and gradients of one micro-batch."""
+    state = memory.write(memory.start(len(episode.context.ids)), episode.context, steps=steps)
+    logits = read_episode(memory, state, episode)
+    loss = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten())
+    gradients = torch.autograd.grad(loss, list(memory.parameters()), allow_unused=True)
+    return float(loss.detach()), float(right(logits.detach(), episode).float().mean()), gradients
 
 
 def _open_run(

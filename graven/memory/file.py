@@ -52,11 +52,14 @@ class Page:
         tokens: Tokens of its text.
         recited: Length of the prefix that the model reproduces exactly when it runs freely from the memory.
         text_hash: SHA-256 of its token ids: tells whether a recited text is the right one, without keeping the text.
+        keys: 32-bit hashes of the keys of its records: they tell which page holds a key, and that a key is in none. What a key's value is, only
+            the state knows.
     """
 
     tokens: int
     recited: int
     text_hash: str
+    keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,17 @@ A letter in a public annotation (`Float[Tensor, "B T D"]`) always has this meani
 (`pytest --jaxtyping-packages=graven,beartype.beartype`); `check` is what a user meets.
 """
 
+import numpy as np
 from torch import Tensor
 
 from graven.errors import ShapeError
 
 
-def check(**named: tuple[Tensor, str]) -> dict[str, int]:
+def check(**named: tuple[Tensor | np.ndarray, str]) -> dict[str, int]:
     """Sizes by letter, or one sentence about the first tensor that does not fit.
 
     Args:
-        named: For each argument its tensor and its axes, as in `q=(q, "B T 64")`; a number is an exact size.
+        named: For each argument its tensor or array and its axes, as in `q=(q, "B T 64")`; a number is an exact size.
     Returns:
         The size of each letter.
     Raises:

@@ -269,6 +269,7 @@ def fine(length=6) -> dict[str, Tensor]:
     return {"q": torch.zeros(B, length, H, K), "k": torch.zeros(B, length, H, K), "v": torch.zeros(B, length, H, V)}
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "change"),
     [
@@ -291,5 +292,6 @@ def test_bad_input_is_one_sentence_that_names_the_axis(error, words, change):
     assert_refused(error, words, lambda: gated_linear(**(fine() | change)))
 
 
+@pytest.mark.plain
 def test_a_matrix_gate_of_another_shape_is_refused():
     assert_refused(ShapeError, r"`log_gate` .* axis 3 is 5 and .*K=4", lambda: matrix_gated_linear(**fine(), log_gate=torch.zeros(B, 6, H, V, K)))

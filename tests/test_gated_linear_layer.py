@@ -80,6 +80,7 @@ def test_a_stack_adds_every_layer_to_what_it_reads(randn, generator):
     assert_near([Stack(layers)(x)], [expected], tolerance=1e-13)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [
@@ -194,6 +195,7 @@ def without(weights, name):
     return {key: tensor for key, tensor in weights.items() if key != name}
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("words", "change"),
     [

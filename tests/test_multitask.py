@@ -92,6 +92,7 @@ def test_tasks_without_examples_leave_their_delimiters(generator):
     assert prompts.places.numel() == 0
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("words", "change"),
     [
@@ -109,6 +110,7 @@ def test_a_distribution_that_cannot_be_is_refused(words, change):
     assert_refused(SpecError, words, lambda: Multitask(**given))
 
 
+@pytest.mark.plain
 def test_marks_that_do_not_fit_are_refused(generator):
     assert_refused(SpecError, "`marks` is missing and `features` is 4", lambda: TWO.sample(1, generator=generator))
     assert_refused(ShapeError, "`marks` has shape .* axis 0 is 2", lambda: TWO.sample(1, generator=generator, marks=torch.ones(2, 4)))

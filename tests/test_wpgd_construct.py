@@ -196,6 +196,7 @@ def test_the_gates_printed_in_the_proof_of_theorem_5_give_three_tasks_other_weig
 ONES = torch.eye(3, dtype=torch.float64)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "call"),
     [

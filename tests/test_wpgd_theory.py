@@ -351,6 +351,7 @@ def test_without_gates_theorem_2_is_corollary_1(numbers):
 GOOD = {**FIXTURE, "noise_variance": 0.1}
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "change"),
     [
@@ -370,6 +371,7 @@ def test_a_world_that_cannot_be_is_one_sentence(error, words, change):
     assert_refused(error, words, lambda: optimum(**(GOOD | change)))
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "change"),
     [

@@ -122,7 +122,7 @@ def delimiter_gates(weights: Float[Tensor, "C"]) -> Float[Tensor, "C"]:
     return torch.where(later > 0, weights / later.where(later > 0, torch.ones_like(later)), torch.zeros_like(weights))
 
 
-def gate_weight_for(gates: Float[Tensor, "G C"], *, marks: Float[Tensor, "C P"], features: int) -> Float[Tensor, "G D"]:
+def gate_weight_for(gates: Float[Tensor, "G C"], *, marks: Float[Tensor, "C F"], features: int) -> Float[Tensor, "G D"]:
     """The map of tokens to logits with which every kind of token has its gates, whatever its x and y are.
 
     Args:
@@ -135,7 +135,7 @@ def gate_weight_for(gates: Float[Tensor, "G C"], *, marks: Float[Tensor, "C P"],
     Differs: assumption B of the paper lets gates be 0 and 1; the sigmoid only comes near, so its minimum is a limit.
     Source: Li et al. 2025, arXiv:2504.04308, assumption B and step 3 of the proof of theorem 5.
     """
-    check(gates=(gates, "G C"), marks=(marks, "C P"))
+    check(gates=(gates, "G C"), marks=(marks, "C F"))
     if (gates < 0).any() or (gates > 1).any():
         raise SpecError(f"`gates` reach from {gates.min().item():.4g} to {gates.max().item():.4g}; gates lie in [0, 1].")
     rank = int(torch.linalg.matrix_rank(marks))
@@ -149,7 +149,7 @@ def gate_weight_for(gates: Float[Tensor, "G C"], *, marks: Float[Tensor, "C P"],
 
 
 def scalar_weighted_layer(
-    weights: Float[Tensor, "C"], *, marks: Float[Tensor, "E P"], key: Float[Tensor, "K K"], query: Float[Tensor, "K K"]
+    weights: Float[Tensor, "C"], *, marks: Float[Tensor, "E F"], key: Float[Tensor, "K K"], query: Float[Tensor, "K K"]
 ) -> GatedLinear:
     """A layer with one gate that weighs the tasks of a delimited prompt; entry K of what the last token reads is the prediction.
 
@@ -168,7 +168,7 @@ def scalar_weighted_layer(
 
 
 def vector_weighted_layer(
-    weights: Float[Tensor, "C"], *, marks: Float[Tensor, "E P"], key: Float[Tensor, "K K"], query: Float[Tensor, "K K"]
+    weights: Float[Tensor, "C"], *, marks: Float[Tensor, "E F"], key: Float[Tensor, "K K"], query: Float[Tensor, "K K"]
 ) -> Headed:
     """A layer with one gate a row, and a head, that give the tasks of a delimited prompt any weights at all.
 

@@ -124,12 +124,12 @@ class Multitask:
         joint = self._joint()
         return joint[np.ix_(owner, owner)], joint[owner, -1]
 
-    def marks(self, *, generator: torch.Generator) -> Float[Tensor, "C P"]:
+    def marks(self, *, generator: torch.Generator) -> Float[Tensor, "C F"]:
         """c_0, c_1 ... c_K, standard normal. Drawn once for a run, not once for a prompt."""
         return torch.randn(self.tasks + 1, self.features, generator=generator, dtype=torch.float64)
 
     def sample(
-        self, size: int, *, generator: torch.Generator, marks: Float[Tensor, "C P"] | None = None, dtype: torch.dtype = torch.float32
+        self, size: int, *, generator: torch.Generator, marks: Float[Tensor, "C F"] | None = None, dtype: torch.dtype = torch.float32
     ) -> Prompts:
         """A batch of prompts.
 

@@ -145,8 +145,8 @@ def linear_attention_risk(
 
 def scalar_gate_optimum(
     *,
-    examples: Sequence[int] | Int[np.ndarray, "P"],
-    correlations: Sequence[float] | Float[np.ndarray, "P"],
+    examples: Sequence[int] | Int[np.ndarray, "C"],
+    correlations: Sequence[float] | Float[np.ndarray, "C"],
     dimension: int,
     noise_variance: float,
     covariance: Float[np.ndarray, "D D"] | None = None,

@@ -4,8 +4,8 @@
     D width      M slots            N pairs     A alphabet    P pages
     L layers     C tasks            G gates     F contextual features
 
-A letter in a public annotation (`Float[Tensor, "B T D"]`) always has this meaning; E and S are said where they stand. jaxtyping reads the annotations in the tests only
-(`pytest --jaxtyping-packages=graven,beartype.beartype`); `check` is what a user meets.
+A letter in a public annotation (`Float[Tensor, "B T D"]`) always has this meaning; E and S are said where they stand. jaxtyping reads the
+annotations in the tests only (`pytest --jaxtyping-packages=graven,beartype.beartype`); `check` is what a user meets.
 """
 
 import numpy as np

@@ -67,6 +67,16 @@ def test_a_step_layer_takes_the_step_of_theorem_1(randn, shape, gate):
     assert_exact(layer(tokens)[0, -1, features].detach(), query @ beta)
 
 
+def test_only_one_row_of_every_gate_counts_in_construction_1(randn):
+    """Without its last entry: K of the (K + 1)^2 gates."""
+    tokens, *_ = prompt(randn, 3, 6, 0)
+    (key,), (last,), weight = drawn(randn, 3, 0, "matrix")
+    layer = step_layer(key=key, query=last, gate="matrix", gate_weight=weight[0])
+    layer(tokens)[0, -1, 3].backward()
+    counts = layer.gate.weight.grad.reshape(4, 4, 4).abs().sum(-1).T > 0  # [value axis, key axis]
+    assert counts.tolist() == [[False] * 4] * 3 + [[True] * 3 + [False]]
+
+
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_construction_2_takes_one_step_a_row_and_the_head_joins_their_weights(randn, shape, gate):

@@ -24,6 +24,13 @@ def test_a_prompt_is_laid_out_as_in_equation_22(generator):
     assert torch.equal(prompts.labels, prompts.tokens[:, [0, 1, 3], 3])
 
 
+def test_prompts_may_have_marks_of_their_own(generator):
+    marks = torch.stack([TWO.marks(generator=generator) for _ in range(2)])
+    both = TWO.sample(2, generator=torch.Generator().manual_seed(1), marks=marks).tokens
+    for row in range(2):
+        assert torch.equal(both[row], TWO.sample(2, generator=torch.Generator().manual_seed(1), marks=marks[row]).tokens[row])
+
+
 def test_without_delimiters_and_features_tokens_are_examples_and_the_query(generator):
     task = Multitask(dimension=3, examples=(2, 1), query_correlations=(0.2, 0.8), delimiters=False)
     prompts = task.sample(5, generator=generator)
@@ -113,4 +120,4 @@ def test_a_distribution_that_cannot_be_is_refused(words, change):
 @pytest.mark.plain
 def test_marks_that_do_not_fit_are_refused(generator):
     assert_refused(SpecError, "`marks` is missing and `features` is 4", lambda: TWO.sample(1, generator=generator))
-    assert_refused(ShapeError, "`marks` has shape .* axis 0 is 2", lambda: TWO.sample(1, generator=generator, marks=torch.ones(2, 4)))
+    assert_refused(ShapeError, "`marks` has shape .* axis 1 is 2", lambda: TWO.sample(1, generator=generator, marks=torch.ones(2, 4)))

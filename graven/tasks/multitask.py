@@ -129,14 +129,15 @@ class Multitask:
         return torch.randn(self.tasks + 1, self.features, generator=generator, dtype=torch.float64)
 
     def sample(
-        self, size: int, *, generator: torch.Generator, marks: Float[Tensor, "C F"] | None = None, dtype: torch.dtype = torch.float32
+        self, size: int, *, generator: torch.Generator, marks: Float[Tensor, "*B C F"] | None = None, dtype: torch.dtype = torch.float32
     ) -> Prompts:
         """A batch of prompts.
 
         Args:
             size: Prompts, B.
             generator: The only source of randomness.
-            marks: Contextual features, one row for data and one for each task's delimiter; needed where there are features.
+            marks: Contextual features, one row for data and one for each task's delimiter; needed where there are features. [C, F] for all
+                prompts, or [B, C, F] for each its own.
             dtype: Of what comes back. Numbers are drawn in float64, so both dtypes get the same prompts.
         Raises:
             SpecError: Marks are missing, or given for no features.
@@ -153,9 +154,10 @@ class Multitask:
         tokens[:, data, : self.dimension] = x
         tokens[:, places, self.dimension] = y[:, :-1]
         if marks is not None:
-            check(marks=(marks, f"{self.tasks + 1} {self.features}"))
-            tokens[:, data, self.dimension + 1 :] = marks[0].double()
-            tokens[:, ends, self.dimension + 1 :] = marks[1:].double()[: len(ends)]
+            own = marks[None] if marks.ndim == 2 else marks
+            check(marks=(own, f"B {self.tasks + 1} {self.features}"))
+            tokens[:, data, self.dimension + 1 :] = own[:, :1].double()
+            tokens[:, ends, self.dimension + 1 :] = own[:, 1 : 1 + len(ends)].double()
         return Prompts(tokens.to(dtype), y[:, -1].to(dtype), places, self.dimension)
 
     def _examples(self, size: int, owner: Tensor, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:

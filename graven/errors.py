@@ -48,10 +48,12 @@ class OutputError(GravenError, OSError):
 
 
 class Outcome(Enum):
-    """How a write ended. The value is the sentence that a user reads."""
+    """How a write or a search ended. The value is the sentence that a user reads."""
 
     DONE = "every step was taken"
     EXACT = "the text is reproduced exactly"
     STEPS = "the steps ran out before the text was reproduced exactly; raise `--steps` or `--slots`"
     DEADLINE = "the deadline came before the text was reproduced exactly; raise `--deadline` or `--slots`"
     DIVERGED = "the loss diverged and the best state before that was kept; lower `--rate`"
+    SOLVED = "one fixed point was found on the whole range where there can be any"
+    SEVERAL = "several fixed points were found and the one of lowest risk was taken"

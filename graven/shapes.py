@@ -2,21 +2,23 @@
 
     B batch      T context tokens   Q queries   H heads       K key width   V value width
     D width      M slots            N pairs     A alphabet    P pages
+    L layers     C tasks            G gates     F contextual features
 
-A letter in a public annotation (`Float[Tensor, "B T D"]`) always has this meaning. jaxtyping reads the annotations in the tests only
-(`pytest --jaxtyping-packages=graven,beartype.beartype`); `check` is what a user meets.
+A letter in a public annotation (`Float[Tensor, "B T D"]`) always has this meaning; E and S are said where they stand. jaxtyping reads the
+annotations in the tests only (`pytest --jaxtyping-packages=graven,beartype.beartype`); `check` is what a user meets.
 """
 
+import numpy as np
 from torch import Tensor
 
 from graven.errors import ShapeError
 
 
-def check(**named: tuple[Tensor, str]) -> dict[str, int]:
+def check(**named: tuple[Tensor | np.ndarray, str]) -> dict[str, int]:
     """Sizes by letter, or one sentence about the first tensor that does not fit.
 
     Args:
-        named: For each argument its tensor and its axes, as in `q=(q, "B T 64")`; a number is an exact size.
+        named: For each argument its tensor or array and its axes, as in `q=(q, "B T 64")`; a number is an exact size.
     Returns:
         The size of each letter.
     Raises:

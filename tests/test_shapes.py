@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,10 @@ def test_sizes_are_returned_by_letter():
 
 def test_a_number_is_an_exact_size_and_no_letter():
     assert check(x=(torch.zeros(2, 64), "B 64")) == {"B": 2}
+
+
+def test_arrays_are_checked_like_tensors():
+    assert check(x=(np.zeros((2, 3)), "B T"), y=(torch.zeros(3), "T")) == {"B": 2, "T": 3}
 
 
 def test_an_axis_may_be_empty():

@@ -28,9 +28,7 @@ TRAINED = 5  # write steps of the checkpoint's spec
 def measure(pairs: int, contexts: int) -> list[dict[str, float]]:
     """Rows of one size of context, every number of steps and every seed."""
     model = graven.load("records")
-    rows = [
-        row for seed in SEEDS for row in exact_match(model.memory, model.task, pairs=pairs, steps=STEPS, contexts=contexts, seed=seed)
-    ]
+    rows = [row for seed in SEEDS for row in exact_match(model.memory, model.task, pairs=pairs, steps=STEPS, contexts=contexts, seed=seed)]
     return [dataclasses.asdict(row) for row in rows]
 
 
@@ -43,6 +41,7 @@ def pooled(rows: list[dict[str, float]]) -> dict[tuple[int, int], float]:
 
 def verdict(rows: list[dict[str, float]]) -> list[str]:
     """Each gate, and whether every seed passes it."""
+
     def worst(pairs: int) -> float:
         return min(row["exact_match"] for row in rows if row["pairs"] == pairs and row["steps"] == TRAINED)
 

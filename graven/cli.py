@@ -157,9 +157,7 @@ def train(
     settings = read_spec(spec)
     folder = out or Path("runs") / spec.stem
     with progress_bar("training", total=longest(settings)) as tick:
-        run_training(
-            settings, folder, resume=resume, workers=workers, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"])
-        )
+        run_training(settings, folder, resume=resume, workers=workers, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"]))
     say(f"checkpoint: {folder}   use it with: graven write FILE --model {folder} -o OUT")
     return 0
 

@@ -201,9 +201,7 @@ def train(
     return _finish(spec, out, memory, progress) if progress.stage == len(spec.stage) else None
 
 
-def _step(
-    spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor
-) -> dict[str, Any]:
+def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor) -> dict[str, Any]:
     """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
     stage, settings = spec.stage[progress.stage], spec.optimizer
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
@@ -214,9 +212,7 @@ def _step(
         rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.decay_over)) / 2
     for group in optimizer.param_groups:
         group["lr"] = rate
-    episodes = [
-        spec.task.sample(settings.micro_batch, pairs=pairs, generator=generator) for _ in range(settings.batch // settings.micro_batch)
-    ]
+    episodes = [spec.task.sample(settings.micro_batch, pairs=pairs, generator=generator) for _ in range(settings.batch // settings.micro_batch)]
     for parameter in memory.parameters():  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike
         parameter.grad = torch.zeros_like(parameter)
     loss, exact = 0.0, 0.0

@@ -162,6 +162,7 @@ class Multitask:
 
     def _examples(self, size: int, owner: Tensor, *, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Features and labels of examples of the tasks named, the query's last."""
+
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, dtype=torch.float64)
 

@@ -186,6 +186,7 @@ def scalar_gate_optimum(
     s, total = np.linalg.eigvalsh(covariance), noise_variance + np.trace(covariance)
     candidates = []
     for sign in (1, -1):
+
         def weights_at(gamma: float, sign: int = sign) -> Vector:
             c = 1 / _pull(gamma, s, total)
             best: Vector = np.maximum(isotonic_regression(sign * r / (counts + c), weights=counts * (counts + c)).x, 0.0)[owner]

@@ -13,7 +13,7 @@ from graven.memory.gradient import GradMem
 from graven.tasks.base import Episode, Tokens
 from graven.tasks.retrieval import Retrieval
 
-CONTEXTS_AT_ONCE = 50
+CONTEXTS_AT_ONCE = 10  # more at once leave the cache
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Rows in; JSON lines, table or figure out. Never imports torch."""
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,8 +70,9 @@ def _umask() -> int:
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """JSON lines, one row each, atomically."""
-    text = "".join(json.dumps(dict(row)) + "\n" for row in rows)
+    """JSON lines, one row each, atomically. What is not finite becomes null: strict JSON has no word for it."""
+    finite = ({key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()} for row in rows)
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in finite)
     write_atomically(path, lambda temporary: temporary.write_text(text))
 
 

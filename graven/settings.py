@@ -70,7 +70,10 @@ def convert(hint: Any, value: object, *, where: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast("type[Any]", hint), value, where=where)
     if hint is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise SpecError(f"`{where}` has {len(str(value))} digits, and no float is that large; give a smaller number.") from error
     if type(value) is not hint:
         wanted = getattr(hint, "__name__", str(hint))
         raise SpecError(f"`{where}` is {value!r}; a value of type {wanted} was expected.")

@@ -113,6 +113,8 @@ class TrainSpec:
         most = max(max(stage.pairs) for stage in self.stage)
         if most > self.task.keys:
             raise SpecError(f"a stage has {most} `pairs` and the task {self.task.keys} different keys; lower `pairs` or raise `key_length`.")
+        if not 0 <= self.seed < 1 << 40:
+            raise SpecError(f"`seed` is {self.seed}; it must be at least 0 and below 2^40.")
         if self.checkpoint_every < 1:
             raise SpecError(f"`checkpoint_every` is {self.checkpoint_every}; it must be at least 1.")
 
@@ -187,6 +189,8 @@ def train(
     optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas, weight_decay=0.0)
     progress, curve = _open_run(spec, out, memory, optimizer, resume=resume)
     last = None if stop_after is None else progress.step + stop_after
+    if not progress.step:  # from here on an interrupted run can be resumed
+        _save_run(spec, out, memory, optimizer, progress, curve)
     with ThreadPoolExecutor(workers) as pool:
         while progress.stage < len(spec.stage) and progress.step != last:
             began = time.process_time()
@@ -268,8 +272,11 @@ def _open_run(
         return Progress(), []
     if not resume:
         raise OutputError(f"{out} holds an unfinished run; pass --resume to go on with it, or choose another folder with --out.")
-    with safe_open(place, framework="pt") as file:
-        about = json.loads(file.metadata()["graven"])
+    try:
+        with safe_open(place, framework="pt") as file:
+            about = json.loads(file.metadata()["graven"])
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise OutputError(f"{place} is damaged ({str(error)[:80]}); the run cannot go on. Start it anew in another folder with --out.") from error
     if about["spec"] != json.loads(json.dumps(table_of(spec))):
         raise SpecError(f"the run in {out} was started from another spec; resume it with that one, or choose another folder with --out.")
     tensors = load_file(place)

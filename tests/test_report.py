@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from graven.errors import OutputError
 from graven.report import figure, read_lines, table, write_atomically, write_lines
 
-CELLS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+CELLS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 
 
 def names(folder):
@@ -33,6 +33,11 @@ def test_there_are_no_rows_where_there_is_no_file(tmp_path):
 def test_a_row_is_one_line_of_json(tmp_path):
     write_lines(tmp_path / "rows.jsonl", [{"a": 1, "b": "x\ny"}, {"a": None}])
     assert (tmp_path / "rows.jsonl").read_text() == '{"a": 1, "b": "x\\ny"}\n{"a": null}\n'
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", [{"a": float("nan"), "b": float("-inf"), "c": 0.5}])
+    assert (tmp_path / "rows.jsonl").read_text() == '{"a": null, "b": null, "c": 0.5}\n'
 
 
 def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_path):

@@ -277,6 +277,25 @@ def test_there_must_be_a_run_to_resume(tmp_path):
     )
 
 
+def test_a_damaged_run_is_refused_in_one_line(tmp_path):
+    train(TINY, tmp_path / "run", stop_after=1)
+    place = tmp_path / "run" / "resume.safetensors"
+    place.write_bytes(place.read_bytes()[:100])
+    message = refusal(OutputError, lambda: train(TINY, tmp_path / "run", resume=True))
+    assert message.startswith(f"{place} is damaged (")
+    assert "\n" not in message
+
+
+def test_micro_batches_side_by_side_give_the_same_bits(whole, tmp_path):
+    train(TINY, tmp_path / "run", workers=2)
+    assert bits(tmp_path / "run") == bits(whole)
+    assert refusal(SpecError, lambda: train(TINY, tmp_path / "none", workers=0)) == "`workers` is 0; it must be at least 1."
+
+
+def test_a_seed_is_in_range():
+    assert refusal(SpecError, lambda: dataclasses.replace(TINY, seed=-1)) == "`seed` is -1; it must be at least 0 and below 2^40."
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
     assert refusal(OutputError, lambda: train(TINY, tmp_path / "run")) == (

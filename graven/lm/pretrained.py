@@ -5,9 +5,12 @@ scale or augment their embeddings inside fail it and are refused: free vectors w
 columns see later ones, and heads that are more than a matrix, a factor and a cap.
 """
 
+import io
 import os
 import struct
+import sys
 from collections.abc import Collection
+from contextlib import nullcontext, redirect_stderr
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
@@ -233,8 +236,11 @@ def load_whole(path: str, **options: Any) -> Any:
     Raises:
         ModelError: It cannot be read, or it is not whole: transformers itself fills gaps with random numbers.
     """
+    # the reader of GGUF files draws a bar on standard error whether anybody looks or not
+    quiet = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
     try:
-        model, report = library().AutoModelForCausalLM.from_pretrained(**options, output_loading_info=True, ignore_mismatched_sizes=True)
+        with quiet:
+            model, report = library().AutoModelForCausalLM.from_pretrained(**options, output_loading_info=True, ignore_mismatched_sizes=True)
     except broken() as error:
         raise ModelError(f"cannot load {path}: {reason(error)}.") from error
     if missing := sorted(report["missing_keys"]):

@@ -10,7 +10,7 @@ import zoo
 from graven.errors import SpecError
 from graven.layers.decoder import DecoderSpec
 from graven.lm.small import Small
-from graven.measure import exact_match, read_episode, right
+from graven.measure import CONTEXTS_AT_ONCE, exact_match, read_episode, right
 from graven.memory.gradient import SGD, Adam, GradMem, GradMemSpec
 from graven.tasks.base import Tokens
 from graven.tasks.retrieval import Retrieval
@@ -55,11 +55,11 @@ def test_an_answer_is_right_when_its_value_is_whatever_follows(generator):
 
 
 def test_rows_equal_a_count_by_hand(memory):
-    steps, contexts, pairs, seed = [4, 0, 1, 4], 53, 3, 7
+    steps, contexts, pairs, seed = [4, 0, 1, 4], CONTEXTS_AT_ONCE + 3, 3, 7
     rows = list(exact_match(memory, TASK, pairs=pairs, steps=steps, contexts=contexts, seed=seed))
     assert [row.steps for row in rows] == [0, 1, 4]
     generator = torch.Generator().manual_seed(seed)
-    episodes = [TASK.sample(size, pairs=pairs, generator=generator) for size in (50, 3)]
+    episodes = [TASK.sample(size, pairs=pairs, generator=generator) for size in (CONTEXTS_AT_ONCE, 3)]
     for row in rows:
         shares, losses, value_losses = [], [], []
         for episode in episodes:

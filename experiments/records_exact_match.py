@@ -25,6 +25,7 @@ HERE = Path(__file__).parent
 PAIRS, STEPS, SEEDS = (4, 8, 16, 24, 32), range(11), (101, 102, 103)
 CONTEXTS = {"small": dict.fromkeys(PAIRS, 50), "full": {4: 300, 8: 300, 16: 2000, 24: 300, 32: 2000}}
 TRAINED = 5  # write steps of the checkpoint's spec
+BEYOND = 500  # contexts at most where there are more steps than that
 
 Row = dict[str, float]
 
@@ -33,7 +34,11 @@ def measure(pairs: int, seed: int, contexts: int) -> list[Row]:
     """Rows of one size of context and one seed, every number of steps."""
     model = graven.load("records")
     began = time.process_time()
-    rows = list(exact_match(model.memory, model.task, pairs=pairs, steps=STEPS, contexts=contexts, seed=seed))
+    rows = [
+        row
+        for steps, size in ((STEPS[: TRAINED + 1], contexts), (STEPS[TRAINED + 1 :], min(contexts, BEYOND)))
+        for row in exact_match(model.memory, model.task, pairs=pairs, steps=steps, contexts=size, seed=seed)
+    ]
     seconds = round((time.process_time() - began) / len(rows), 1)
     return [{"memory": "gradmem", **dataclasses.asdict(row), "bytes": 4 * model.memory.initial.numel(), "cpu_seconds": seconds} for row in rows]
 

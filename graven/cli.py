@@ -26,6 +26,7 @@ ModelOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
 
+SMALL = 20_000_000  # parameters
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
 
@@ -71,12 +72,11 @@ def write(
 ) -> int:
     """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
     from graven.memory.file import ensure_replaceable
-    from graven.model import load
 
     text = read_text(file)
     ensure_replaceable(out)
     with progress_bar("writing", quiet=json) as tick:
-        memory = load("records" if model is None else model, slots=slots).write(
+        memory = open_model("records" if model is None else model, slots=slots).write(
             text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick
         )
     memory.save(out)
@@ -151,9 +151,12 @@ def train(
     workers: Annotated[int, typer.Option(metavar="N", help="Micro-batches side by side, a core each; the result is the same.")] = 1,
 ) -> int:
     """Meta-train a small model and its memory."""
+    import torch
+
     from graven.train import longest, read_spec
     from graven.train import train as run_training
 
+    torch.set_num_threads(1)  # as in `open_model`; more cores are for --workers
     settings = read_spec(spec)
     folder = out or Path("runs") / spec.stem
     with progress_bar("training", total=longest(settings)) as tick:
@@ -165,10 +168,21 @@ def train(
 def open_memory(path: Path, model: str | None) -> "tuple[Memory, Model]":
     """A memory and the model that reads it: the one that its file names, where none is given."""
     from graven.memory.file import Memory
-    from graven.model import load
 
     memory = Memory.load(path)
-    return memory, load(memory.about.base.name if model is None else model)
+    return memory, open_model(memory.about.base.name if model is None else model)
+
+
+def open_model(name: str, *, slots: int | None = None) -> "Model":
+    """A model, on one thread where it is small: its threads would wait for each other longer than they work, on a busy machine 50 times longer."""
+    import torch
+
+    from graven.model import load
+
+    model = load(name, slots=slots)
+    if model.size < SMALL:
+        torch.set_num_threads(1)
+    return model
 
 
 def read_text(name: str) -> str:

@@ -52,8 +52,8 @@ def run(model: RecordsModel, records: tuple[str, ...] = RECORDS) -> Demo:
     state = memory.start(1)
     prepared = memory.prepare(state, episode.context)
     states, losses, hits, confidence = [], [], [], []
-    for _ in range(memory.spec.steps + 1):
-        step = memory.step(state, prepared)
+    for taken in range(memory.spec.steps + 1):
+        step = memory.step(state, prepared, taken=taken)
         logits = read_episode(memory, state, episode)
         states.append(state[0])
         losses.append(float(step.loss))

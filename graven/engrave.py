@@ -135,7 +135,7 @@ def _group(
     moments: Moments | None = None
     curve: list[float] = []
     for taken in range(steps + 1):
-        step = memory.step(state, prepared, moments)
+        step = memory.step(state, prepared, moments, taken=taken)
         for at, i in enumerate(going.tolist()):
             new = _judge(rows[i], state[at], step.loss[at], step.hits[at], keep_best=until_exact)
             if until_exact and new and rows[i].recited == rows[i].length:

@@ -79,7 +79,7 @@ def exact_match(memory: GradMem, task: Retrieval, *, pairs: int, steps: Sequence
         state, moments = memory.start(len(episode.context.ids)), None
         prepared = memory.prepare(state, episode.context)
         for k in range(wanted[-1] + 1):
-            step = memory.step(state, prepared, moments)
+            step = memory.step(state, prepared, moments, taken=k)
             if k in shares:
                 shares[k] += right(read_episode(memory, state, episode), episode).float().mean(-1).tolist()
                 losses[k] += step.loss.tolist()

@@ -78,10 +78,11 @@ class Recital:
 
 @runtime_checkable  # for the shape checks of the tests
 class Model(Protocol):
-    """What `load` returns."""
+    """What `load` returns; `size` is the number of its parameters."""
 
     name: str
     kind: str
+    size: int
 
     def write(
         self,
@@ -143,6 +144,7 @@ class RecordsModel:
 
     def __init__(self, trained: Trained, *, slots: int | None = None):
         self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
+        self.size = sum(weight.numel() for weight in self.memory.parameters())
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
         if slots not in (None, self.memory.spec.slots):
             raise SpecError(f"`slots` is {slots} and {self.name} was trained with {self.memory.spec.slots}; leave `slots` out.")
@@ -199,11 +201,14 @@ class RecordsModel:
         ]
 
     def recite(self, memory: Memory) -> Recital:
-        """The records that the write head reproduces, one a line. Training asks for values, so keys may well not be among what is kept."""
+        """The records that the write head reproduces, one a line; where they are not the ones that were written, with all their marks.
+
+        Training asks for values, so keys are hardly among what a memory keeps.
+        """
         memory.belongs_to(self.memory.model)
         rows, exact = recited_pages(self.memory, memory)
-        lines = [text_of(row, self.task).replace("!!", "\n").strip("!") for row in rows]
-        return Recital("\n".join(lines), exact, sum(map(len, rows)))
+        text = "\n".join(text_of(row, self.task) for row in rows)
+        return Recital(text.replace("!!", "\n").strip("!").replace("!\n!", "\n") if exact else text, exact, sum(map(len, rows)))
 
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
@@ -230,6 +235,7 @@ class TextModel:
 
     def __init__(self, model: Pretrained, *, slots: int | None = None):
         self.model, self.name, self.slots = model.requires_grad_(False), model.name, slots
+        self.size = sum(weight.numel() for weight in model.parameters())
         if slots is not None and slots < 1:
             raise SpecError(f"`slots` is {slots}; it must be at least 1.")
         if slots is not None and model.positions is not None and slots >= model.positions:

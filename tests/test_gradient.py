@@ -415,3 +415,19 @@ def test_parts_that_do_not_fit_are_refused(state, sentence, call, make, ids):
     memory = make()
     with pytest.raises(ShapeError, match=sentence):
         getattr(memory, call)(torch.zeros(state, dtype=torch.float64), full(ids))
+
+
+def test_steps_beyond_the_spec_settle(make, ids):
+    constant, settling = make(), make(rule=SGD(rate=RATE, settle=0.5))
+    context, start = Tokens.full(ids), constant.start(len(ids))
+    state = constant.write(start, context, steps=2)
+    torch.testing.assert_close(settling.write(start, context, steps=2), state, rtol=0, atol=0)
+    for halvings in (1, 2):
+        state = state - 0.5**halvings * RATE * (state - constant.write(state, context, steps=1)) / RATE
+        torch.testing.assert_close(settling.write(start, context, steps=2 + halvings), state, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("settle", [0.0, -1.0, 1.5, float("nan")])
+def test_a_settling_factor_is_a_share(settle):
+    with pytest.raises(SpecError, match=r"`settle` is .*; it must be above 0 and at most 1, which is a constant rate\.$"):
+        GradMemSpec(slots=1, steps=1, rule=SGD(settle=settle))

@@ -33,11 +33,14 @@ class SGD:
         rate: Step size, the start of it where it is learned.
         learn: "no", one "scalar", or one per "coordinate" of the memory.
         clip: Largest Euclidean norm of one row's gradient; no limit where left out.
+        settle: Factor on the rate for each step beyond the `steps` of the spec: below 1, a longer write comes to rest near the last step that was
+            trained, where a constant rate may walk on past it.
     """
 
     rate: float = 0.2
     learn: Literal["no", "scalar", "coordinate"] = "no"
     clip: float | None = None
+    settle: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,8 @@ class GradMemSpec:
         for name, number in (("rate", self.rule.rate), ("clip", self.rule.clip if isinstance(self.rule, SGD) else None)):
             if number is not None and not number > 0:
                 raise SpecError(f"`{name}` is {number}; it must be above 0.")
+        if isinstance(self.rule, SGD) and not 0 < self.rule.settle <= 1:
+            raise SpecError(f"`settle` is {self.rule.settle}; it must be above 0 and at most 1, which is a constant rate.")
         if self.order not in ("second", "first", "none"):
             raise SpecError(f'`order` is {self.order!r}; it must be "second", "first" or "none".')
         if isinstance(self.rule, SGD) and self.rule.learn not in ("no", "scalar", "coordinate"):
@@ -202,8 +207,8 @@ class GradMem(nn.Module):
             raise SpecError(f"`steps` is {steps}; it must be at least 0.")
         prepared = self.prepare(state, context, counted=counted)
         moments = None
-        for _ in range(steps):
-            step = self.step(state, prepared, moments)
+        for taken in range(steps):
+            step = self.step(state, prepared, moments, taken=taken)
             state, moments = step.state, step.moments
         return state
 
@@ -251,8 +256,8 @@ class GradMem(nn.Module):
         weight = weight.to(wide(embedded).dtype)
         return Prepared(tokens, embedded, weight / weight.sum(-1, keepdim=True).clamp(min=1.0))
 
-    def step(self, state: Float[Tensor, "B M D"], context: Prepared, moments: Moments | None = None) -> Step:
-        """One step of a write. Under `torch.no_grad` nothing of it is kept for a backward pass, whatever the order."""
+    def step(self, state: Float[Tensor, "B M D"], context: Prepared, moments: Moments | None = None, *, taken: int = 0) -> Step:
+        """The step of a write that comes after `taken` others. Under `torch.no_grad` nothing of it is kept for a backward pass, whatever the order."""
         order = self.spec.order if torch.is_grad_enabled() else "none"
         second = order == "second"
         with torch.enable_grad():
@@ -262,7 +267,7 @@ class GradMem(nn.Module):
             (gradient,) = torch.autograd.grad(loss.sum(), here, create_graph=second)
         if order == "none":
             state = state.detach()
-        state, moments = self._update(state, gradient, moments)
+        state, moments = self._update(state, gradient, moments, taken)
         return Step(loss.detach(), losses.detach(), hits, state, moments)
 
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
@@ -290,13 +295,14 @@ class GradMem(nn.Module):
         before, after = (part.expand(len(state), -1, -1) for part in control)
         return torch.cat([before, prefix, after], dim=1)
 
-    def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None) -> tuple[Tensor, Moments | None]:
+    def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int) -> tuple[Tensor, Moments | None]:
         rule = self.spec.rule
         if isinstance(rule, SGD):
             if rule.clip is not None:
                 norm = gradient.flatten(1).norm(dim=1).clamp(min=rule.clip)[:, None, None]
                 gradient = gradient * (rule.clip / norm)
-            return state - (rule.rate if self.rate is None else self.rate) * gradient, None
+            settled = rule.settle ** max(0, taken + 1 - self.spec.steps)
+            return state - settled * (rule.rate if self.rate is None else self.rate) * gradient, None
         if moments is None:
             moments = Moments(torch.zeros_like(state), torch.zeros_like(state), 0)
         (beta1, beta2), count = rule.betas, moments.count + 1

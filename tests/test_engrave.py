@@ -268,9 +268,9 @@ def test_a_row_that_diverges_does_not_change_the_others(small):
     plain = engrave(memory, Tokens.of(TEXTS), steps=6, until_exact=False)
     step = memory.step
 
-    def poisoned(state, prepared, moments):
+    def poisoned(state, prepared, moments, *, taken):
         """The second row's loss is not finite from the third state on."""
-        out = step(state, prepared, moments)
+        out = step(state, prepared, moments, taken=taken)
         if len(state) == 3 and moments is not None and moments.count == 2:
             out.loss[1] = math.nan
         return out

@@ -257,7 +257,7 @@ class GradMem(nn.Module):
         return Prepared(tokens, embedded, weight / weight.sum(-1, keepdim=True).clamp(min=1.0))
 
     def step(self, state: Float[Tensor, "B M D"], context: Prepared, moments: Moments | None = None, *, taken: int = 0) -> Step:
-        """The step of a write that comes after `taken` others. Under `torch.no_grad` nothing of it is kept for a backward pass, whatever the order."""
+        """The step of a write that comes after `taken` others. Under `torch.no_grad` nothing is kept for a backward pass, whatever the order."""
         order = self.spec.order if torch.is_grad_enabled() else "none"
         second = order == "second"
         with torch.enable_grad():

@@ -72,7 +72,7 @@ def draw(rows: list[Row], path: Path) -> None:
     with figure(path, width=6.5, height=3.6) as (axes,):
         for pairs in PAIRS:
             axes.plot(STEPS, [100 * means[pairs, k] for k in STEPS], "o-", ms=3, label=f"{pairs} pairs")
-        axes.axvspan(3, TRAINED, color="grey", alpha=0.15, lw=0, label="steps in training")
+        axes.axvspan(2, TRAINED, color="grey", alpha=0.15, lw=0, label="steps in training")
         axes.set(xlabel="write steps K", ylabel="exact match, %", ylim=(0, 101), xticks=STEPS, title="One checkpoint, eight vectors, 4096 bytes")
         axes.legend(frameon=False, loc="lower right")
 

@@ -2,7 +2,7 @@
 
 Claim    Eight vectors answer every key of 16 pairs after at most five gradient steps, and steps beyond training help or do no harm.
 Differs  Two layers instead of four, and a convolution on the token embeddings: these numbers do not compare with the paper's line by line.
-Cost     --scale small: 1 min on one CPU core.  --scale full: 40 min; --pairs and --seed split it over processes.   (measured)
+Cost     --scale small: 2 min on one CPU core.  --scale full: 30 min; --pairs and --seed split it over processes.   (measured)
 
     python experiments/records_exact_match.py                               measure small and print
     python experiments/records_exact_match.py --scale full [--pairs 16]     measure; what has its rows already is passed over

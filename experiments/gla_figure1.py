@@ -26,6 +26,7 @@ from graven.report import figure, read_lines, table
 
 DIMENSION, SEED = 10, 0
 COUNTS, CORRELATIONS = (5, 10, 25, 50), ((0.0, 1.0), (0.2, 0.8), (0.5, 0.5), (0.8, 0.2))
+CURVE = (1, 2, 3, 5, 7, 10, 14, 19, 25, 32, 40, 50)  # where the closed forms are drawn
 # learner, and how far above its optimum the best restart may be
 LEARNERS = {
     "linear attention": (Learner(gate="none", delimiters=False), 0.03),
@@ -98,8 +99,8 @@ def draw(rows: list[Row], path: Path) -> None:
                     points = [(row["count"], row["risk"]) for row in here if row["missed"] == missed]
                     axes.plot(*zip(*points, strict=True) if points else ([], []), "o", ms=4, color=colour, mfc=fill, label=None if missed else name)
                 if allowed is not None:
-                    tasks = [learner.task(dimension=DIMENSION, examples=(count, count), correlations=correlations) for count in range(1, 51)]
-                    axes.plot(range(1, 51), [least_risk(learner, task) for task in tasks], "--", lw=1, color=colour)
+                    tasks = [learner.task(dimension=DIMENSION, examples=(count, count), correlations=correlations) for count in CURVE]
+                    axes.plot(CURVE, [least_risk(learner, task) for task in tasks], "--", lw=1, color=colour)
             axes.set(title=f"r = {correlations}", xlabel="examples a task", ylim=(0, 1.05))
         panels[0].set_ylabel("risk / d")
         panels[0].legend(frameon=False, fontsize=7)

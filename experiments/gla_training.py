@@ -55,13 +55,17 @@ class Learner:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long: Adam at a rate that falls to 0 along a line. The best restart is picked on other prompts than it is tested on, half as many."""
+    """How long: Adam at a rate that falls to 0 along a line, each restart's gradient clipped to a norm if there is one.
+
+    The best restart is picked on other prompts than it is tested on, half as many.
+    """
 
     restarts: int
     steps: int
     rate: float = 1e-2
     batch: int = 256
     test: int = 100_000
+    clip: float | None = None
 
 
 class Runs(nn.Module):
@@ -222,6 +226,10 @@ def trained(learner: Learner, task: Multitask, effort: Effort, *, seed: int) -> 
         loss = (runs(prompts.tokens) - prompts.target).square().mean(1).sum()  # a sum over restarts: none feels another
         optimiser.zero_grad()
         loss.backward()
+        if effort.clip is not None:
+            assert isinstance(runs, Deep)
+            for stack in runs.stacks:
+                nn.utils.clip_grad_norm_(stack.parameters(), effort.clip)
         optimiser.step()
         schedule.step()
     picked = errors(runs, task, effort.test // 2, generator=generator).mean(1)

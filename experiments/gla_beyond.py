@@ -137,17 +137,18 @@ def best_weights(row: Row) -> np.ndarray:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Effective weights of four tasks over the optimal ones: one panel for each order of the tasks."""
+    """Effective weights of four tasks, mean and spread over prompts, over the optimal ones: one panel for each order of the tasks."""
     orders = PARTS["tasks"].correlations
     with figure(path, width=9, height=3.4, columns=len(orders)) as panels:
         for axes, correlations in zip(panels, orders, strict=True):
-            for row in (row for row in rows if key(row)[0::2] == ("tasks", correlations) and row["learner"] in ONE_LAYER):
+            for row in (row for row in rows if key(row)[0::2] == ("tasks", correlations)):
                 name, places = row["learner"], np.arange(1, len(row["weights"]) + 1)
-                axes.plot(places, best_weights(row), "--", lw=1.2, color=COLOURS[name])
-                axes.errorbar(places, row["weights"], yerr=row["spread"], fmt="o", ms=3, lw=0.8, color=COLOURS[name], label=name)
-            axes.set(title=f"r = {correlations}", xlabel="example", ylim=(-0.1, 1.3))
+                if name in ONE_LAYER:
+                    axes.plot(places, best_weights(row), "--", lw=1.2, color=COLOURS[name])
+                axes.errorbar(places, row["weights"], yerr=row["spread"], fmt="o", ms=2.5, lw=0.6, color=COLOURS[name], label=name)
+            axes.set(title=f"r = {correlations}", xlabel="example", ylim=(0, 1.25))
         panels[0].set_ylabel("weight, the largest 1")
-        panels[0].legend(frameon=False, fontsize=8)
+        panels[0].legend(frameon=False, fontsize=7)
 
 
 def main() -> int:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
+from graven.layers.base import affine, at_least_one, entered
 from graven.ops.diagonal import diagonal
-from graven.shapes import check
 
 Gating = Literal["input_output", "side"]
 Recurrence = Literal["diagonal", "dense"]
@@ -54,9 +54,7 @@ class GatedRNNSpec:
         if self.gating == "side" and self.output_gates:
             raise SpecError(f'`output_gates` is {self.output_gates} and `gating` is "side", which has none; leave `output_gates` out.')
         numbers = {"width": self.width, "hidden": self.hidden, "out_width": self.reads}
-        for name, number in numbers.items() if self.gating == "side" else {**numbers, "output_gates": self.output_gates}.items():
-            if number < 1:
-                raise SpecError(f"`{name}` is {number}; it must be at least 1.")
+        at_least_one(**numbers, **({} if self.gating == "side" else {"output_gates": self.output_gates}))
 
     @property
     def reads(self) -> int:
@@ -137,7 +135,7 @@ class GatedRNN(nn.Module):
     def read(self, h: Float[Tensor, "B T S"], x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T E"]:
         """What tokens read in given states; the tokens themselves matter with side gating only."""
         if self.spec.gating == "side":
-            return F.linear(_affine(x, self.w_side) * h, self.readout)
+            return F.linear(affine(x, self.w_side) * h, self.readout)
         return F.linear(F.linear(h, self.w_out1) * F.linear(h, self.w_out2), self.readout)
 
     @torch.no_grad()
@@ -150,13 +148,11 @@ class GatedRNN(nn.Module):
             self.recurrence.copy_(left * values.clamp(max=1.0) @ right)
 
     def _checked(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> Tensor:
-        given = {} if state is None else {"state": (state, f"B {self.spec.hidden}")}
-        check(x=(x, f"B T {self.spec.width}"), **given, **({} if mask is None else {"mask": (mask, "B T")}))
-        return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+        return entered(x, width=self.spec.width, mask=mask, state=(state, f"B {self.spec.hidden}"))
 
     def _remember(self, x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = x.transpose(0, 1)  # [T, B, D], so that the scan finds its memory in order
-        u = (_affine(rows, self.w_in1) * _affine(rows, self.w_in2)).transpose(0, 1)
+        u = (affine(rows, self.w_in1) * affine(rows, self.w_in2)).transpose(0, 1)
         if self.spec.recurrence == "diagonal":
             return diagonal(u, decay=self.decay, state=state, mask=mask)
         h = u.new_zeros(len(u), self.spec.hidden) if state is None else state
@@ -166,8 +162,3 @@ class GatedRNN(nn.Module):
             h = new if mask is None else torch.where(mask[:, t, None], new, h)
             states.append(h)
         return (torch.stack(states, 1) if states else u), h
-
-
-def _affine(x: Tensor, weight: Tensor) -> Tensor:
-    """A map whose last column acts on the constant 1."""
-    return F.linear(x, weight[:, :-1], weight[:, -1])

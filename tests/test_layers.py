@@ -28,6 +28,7 @@ LAYER = {
     "measure": 6,
     "engrave": 6,
     "train": 7,
+    "fit": 7,
     "model": 8,
     "run": 8,
     "demo": 9,

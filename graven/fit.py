@@ -101,7 +101,7 @@ def fit(
         if not math.isfinite(losses[-1]):
             return Fitted(losses[-1], step, time.process_time() - began, Outcome.DIVERGED)
         optimiser.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         optimiser.step()
         if project is not None:
             project()

@@ -15,9 +15,8 @@ def any_teacher(generator, **settings):
 
 
 def test_the_teacher_reads_by_its_definition(generator):
-    teacher = Teacher(
-        w_v=torch.randn(5, 3, generator=generator), w_k=torch.randn(2, 3, generator=generator), w_q=torch.randn(2, 3, generator=generator)
-    )
+    w_v, w_k, w_q = (torch.randn(rows, 3, generator=generator) for rows in (5, 2, 2))
+    teacher = Teacher(w_v=w_v, w_k=w_k, w_q=w_q)
     x, y = teacher.sample(2, generator=generator, dtype=torch.float64)
     wanted = torch.zeros_like(y)
     for row in range(2):
@@ -58,7 +57,7 @@ def test_spaces_that_meet_save_neurons(generator):
     assert teacher.ranks[:2] == (3, 2)
 
 
-def test_the_smallest_singular_value_is_that_of_the_form(generator):
+def test_the_smallest_singular_value_is_that_of_the_form():
     """W_V = I and W_K^T W_Q = diag(1, a): past side sqrt(1, (1 + a^2)/2, a^2), token side (1, a) times sqrt(3/2), by hand."""
     a = 0.1
     teacher = Teacher(w_v=torch.eye(2), w_k=torch.eye(2), w_q=torch.diag(torch.tensor([1.0, a], dtype=torch.float64)))

@@ -172,6 +172,7 @@ def test_what_does_not_fit_a_layer_is_one_sentence(layer, randn):
 SPECS = {"gated": GatedRNNSpec, "lru": LRUSpec, "classic": ClassicSpec, "mamba": MambaSpec, "attention": LinearAttentionSpec}
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("words", "spec", "fields"),
     [

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.tasks.base import Tokens
-from graven.tasks.retrieval import distinct
+from graven.tasks.base import Tokens, distinct
 
 
 class OneHot(NamedTuple):

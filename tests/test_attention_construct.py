@@ -206,7 +206,13 @@ def test_weights_in_float32_give_a_layer_in_float32_and_its_floor(randn, make, f
         (SpecError, '"selective", which is for one head, and there are 2', lambda w: attention_to_mamba([w] * 2, [w] * 2, [w] * 2, form="selective")),
         (SpecError, "`scale` is 0.0; .*above 0", lambda w: attention_to_lstm(w, w, w, scale=0.0)),
         (SpecError, "`scale` is nan; .*above 0", lambda w: attention_to_gru(w, w, w, scale=float("nan"))),
-        (SpecError, "need float64: pass `w_v.double", lambda w: attention_to_gru(w.float(), w.float(), w.float())),
+        (
+            SpecError,
+            "`scale` is 1e-06 and the matrices are torch.float32: rounding .* 12 %.*above",
+            lambda w: attention_to_lru(*[w.float()] * 3),
+        ),
+        (SpecError, "`scale` is 0.0001 and the matrices are torch.float32: .*above 0.003", lambda w: attention_to_lstm(*[w.float()] * 3)),
+        (SpecError, "or pass matrices in float64", lambda w: attention_to_gru(*[w.float()] * 3)),
     ],
 )
 def test_matrices_that_are_no_attention_are_refused_in_one_sentence(error, words, call):

@@ -19,6 +19,7 @@ from graven.theory.capacity import Form
 
 # A logit, or the logarithm of a rate, at which sigmoid and exp(-exp(.)) are 0 or 1 to the last digit of float64.
 SURE = 40.0
+LOST = 1e-2  # share of what is read that rounding may be before a scale is refused
 STEP_ONE, SILU_ONE = 0.541324854612918, 1.2784645427610738  # where softplus and silu are 1
 
 
@@ -58,13 +59,13 @@ def attention_to_lru(w_v: Heads, w_k: Heads, w_q: Heads, *, scale: float = 1e-6,
         scale: Of what the sigmoids see. The error falls with its square, down to a floor of rounding that rises as 1 / scale.
         form: "stacked" two LRUs, the gate of the first at the input of the second; "in_out" one LRU with gates on either side.
     Raises:
-        ShapeError, SpecError: As `attention_to_rnn`; also a scale that is not above 0.
+        ShapeError, SpecError: As `attention_to_rnn`; also a scale so small that rounding is all that is left, as the one taken here is in float32.
     Differs: the paper halves channels to cancel sigmoid(0) = 1/2; here the tokens themselves, passed on once, cancel it for all keys.
     Source: Zucchet et al. 2023, arXiv:2309.01775, appendix B.1; docs/theory.md, (R10) and (R11).
     """
     _check_form(form, Literal["stacked", "in_out"])
-    _check_scale(scale)
     heads = checked(w_v, w_k, w_q)
+    _check_scale(scale, heads[0].v.dtype, 1)
     parts = terms(heads)
     layer = _remembering_lru(parts, scale, in_out=form == "in_out")
     return (layer if form == "in_out" else Chain([_multiplying_lru(parts, scale), layer])).to(heads[0].v.dtype)
@@ -80,11 +81,11 @@ def attention_to_lstm(w_v: Heads, w_k: Heads, w_q: Heads, *, scale: float = 1e-4
         w_v, w_k, w_q: As `attention_to_rnn`.
         scale: Of what sigmoid and tanh see. The error falls with its square, down to a floor of rounding that rises as 1 / scale^2.
     Raises:
-        ShapeError, SpecError: As `attention_to_rnn`; also a scale that is not above 0.
+        ShapeError, SpecError: As `attention_to_rnn`; also a scale so small that rounding is all that is left, as the one taken here is in float32.
     Source: Zucchet et al. 2023, arXiv:2309.01775, appendix B.3; the four signs are those of docs/theory.md, (R12).
     """
-    _check_scale(scale)
     heads = checked(w_v, w_k, w_q)
+    _check_scale(scale, heads[0].v.dtype, 2)
     parts = terms(heads)
     n = len(parts.v)
     layer = Classic(ClassicSpec(width=parts.v.shape[1], hidden=4 * n, cell="lstm", out_width=len(parts.out)), torch.Generator(), parts.v.dtype)
@@ -111,18 +112,16 @@ def attention_to_gru(w_v: Heads, w_k: Heads, w_q: Heads, *, scale: float = 3e-4)
     Args:
         w_v, w_k, w_q: As `attention_to_rnn`.
         scale: Of what sigmoid and tanh see. The error grows with the length like T scale^2, down to a floor of rounding that rises as
-            1 / scale^3: 2e-6 at T = 32 in float64, nothing in float32.
+            1 / scale^3: 2e-6 at T = 32 in float64, and not below 0.1 in float32.
     Raises:
-        ShapeError, SpecError: As `attention_to_rnn`; also a scale that is not above 0, and matrices that are not float64.
+        ShapeError, SpecError: As `attention_to_rnn`; also a scale so small that rounding is all that is left.
     Differs: the paper says that no GRU, stacked or not, can (appendix B.4, table 3). What it cannot do is keep and add apart: what it adds
         by it forgets by. A slow gate does both slowly enough for any given length.
     Source: ours; docs/theory.md, (R15) and (R16).
     """
-    _check_scale(scale)
     heads = checked(w_v, w_k, w_q)
-    if heads[0].v.dtype != torch.float64:
-        raise SpecError(f"`w_v` is {heads[0].v.dtype}; the sums that a GRU cancels need float64: pass `w_v.double()` and the others.")
-    return _gru(terms(heads), scale)
+    _check_scale(scale, heads[0].v.dtype, 3)
+    return _gru(terms(heads), scale).to(heads[0].v.dtype)
 
 
 def attention_to_mamba(w_v: Heads, w_k: Heads, w_q: Heads, *, form: Literal["side", "selective"] = "side") -> Mamba:
@@ -323,6 +322,14 @@ def _check_form(form: str, known: object) -> None:
         raise SpecError(f"`form` is {form!r}; it must be one of {', '.join(get_args(known))}.")
 
 
-def _check_scale(scale: float) -> None:
+def _check_scale(scale: float, dtype: torch.dtype, power: int) -> None:
+    """Sums that cancel to the power of the scale leave rounding over that power."""
     if not 0 < scale < float("inf"):
-        raise SpecError(f"`scale` is {scale}; it must be above 0 and finite: 1e-6 is near the best for LRUs, 1e-4 for LSTMs, in float64.")
+        raise SpecError(f"`scale` is {scale}; it must be above 0 and finite.")
+    rounding = torch.finfo(dtype).eps / scale**power
+    if rounding > LOST:
+        least = (torch.finfo(dtype).eps / LOST) ** (1 / power)
+        raise SpecError(
+            f"`scale` is {scale} and the matrices are {dtype}: rounding alone would be {100 * rounding:.2g} % of what is read; "
+            f"take a scale above {least:.1g}, or pass matrices in float64."
+        )

@@ -12,7 +12,7 @@ With width d, r_V = rank W_V, r_KQ = rank W_K^T W_Q and c the dimension of what 
     side_symmetric   d(d+1)/2                            none
 
 Source: Zucchet et al. 2023, arXiv:2309.01775, appendices A.1 to A.4; symmetric_fast, minimal and side_symmetric are ours, docs/theory.md,
-equations (R6) to (R11). The layers with these counts are built by graven/construct/attention.py.
+equations (R6) to (R9). The layers with these counts are built by graven/construct/attention.py.
 """
 
 from typing import Literal, NamedTuple, get_args

@@ -79,8 +79,8 @@ class GatedRNN(nn.Module):
         spec: Its shape.
         generator: Of the first weights; torch's own where left out.
         dtype: Of the weights, torch's default where left out.
-    Differs: the paper keeps decays in (0, 1) by a sigmoid or exp(-exp); those never reach 0 and 1, where attention lies. Here they are free,
-        and `project_` puts them back after a step of training.
+    Differs: decays are free numbers, and `project_` puts them back into [0, 1] after a step of training; a sigmoid or exp(-exp(.)) never reaches
+        0 and 1, where attention lies.
     Source: Zucchet et al. 2023, arXiv:2309.01775, equation 2; the start of training is ours, docs/theory.md.
     """
 

@@ -159,7 +159,7 @@ def _common(one: Tensor, other: Tensor, rounding: float) -> Tensor:
     """
     outside = one - other @ (other.mT @ one)
     _, sines, right = torch.linalg.svd(outside, full_matrices=False)
-    return one @ right.mT[:, sines < 64 * rounding]
+    return one @ right.mT[:, sines < 8 * rounding]
 
 
 def _rest(whole: Tensor, part: Tensor) -> Tensor:

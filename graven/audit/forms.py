@@ -55,9 +55,7 @@ def weights(layer: GatedRNN) -> dict[str, Tensor]:
     return found
 
 
-def with_weights(
-    *, w_in1: Tensor, w_in2: Tensor, decay: Tensor, w_out1: Tensor, w_out2: Tensor, readout: Tensor
-) -> GatedRNN:
+def with_weights(*, w_in1: Tensor, w_in2: Tensor, decay: Tensor, w_out1: Tensor, w_out2: Tensor, readout: Tensor) -> GatedRNN:
     """A layer of input and output gating with these very weights, in float64."""
     spec = GatedRNNSpec(width=w_in1.shape[1] - 1, hidden=len(w_in1), output_gates=len(w_out1), out_width=len(readout))
     layer = GatedRNN(spec, dtype=torch.float64)
@@ -76,7 +74,7 @@ def input_output(layer: GatedRNN) -> GatedRNN:
     Source: ours; tests/test_audit_polynomial.py.
     """
     if layer.spec.recurrence == "dense":
-        raise SpecError("`recurrence` is \"dense\", whose neurons cannot be told apart; its polynomial can be read, its neurons not.")
+        raise SpecError('`recurrence` is "dense", whose neurons cannot be told apart; its polynomial can be read, its neurons not.')
     w = weights(layer)
     if layer.spec.gating == "input_output":
         return with_weights(**w)
@@ -119,7 +117,7 @@ def _lifted(inputs: Tensor, recurrence: Tensor, w: dict[str, Tensor]) -> Forms:
     linear = torch.zeros_like(inputs)
     linear[:, -1] = w["w_side"]
     nothing = torch.zeros_like(recurrence)
-    joint = torch.cat([recurrence, nothing]) if recurrence.dim() == 1 else torch.block_diag(recurrence, nothing)
+    joint = torch.cat([recurrence, nothing]) if recurrence.dim() == 1 else torch.nn.functional.pad(recurrence, (0, n, 0, n))
     outputs = w["readout"].new_zeros(len(w["readout"]), 2 * n, 2 * n)
     outputs[:, range(n), range(n, 2 * n)] = w["readout"]
     return Forms(torch.cat([inputs, symmetric(linear)]), joint, symmetric(outputs))

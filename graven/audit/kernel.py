@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graven.audit.forms import Forms
 from graven.audit.polynomial import Polynomial, monomials
-from graven.errors import ShapeError, SpecError
+from graven.errors import SpecError
 from graven.shapes import check
 from graven.tasks.teacher import Teacher
 
@@ -124,6 +124,12 @@ def gradient_step(*, width: int, outputs: int, rate: float) -> Attention:
     return Attention(w_v=rate * unit[features:], w_k=unit[:features], w_q=unit[:features])
 
 
+def read_kernel(kernel: Float[Tensor, "E D D D"], x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T E"]:
+    """What every token reads from a kernel, equation R42."""
+    sums = (x[..., :, None] * x[..., None, :]).cumsum(1)
+    return torch.einsum("ntab,eabc,ntc->nte", sums, kernel.to(x.dtype), x)
+
+
 def best_kernel(found: Polynomial, *, width: int) -> Kernel:
     """The kernel whose polynomial is nearest, least squares over all coefficients.
 
@@ -136,7 +142,7 @@ def best_kernel(found: Polynomial, *, width: int) -> Kernel:
         raise SpecError("the layer reads 0 whatever its tokens are; there is nothing to compare.")
     squares = width * (width + 1) // 2
     names = monomials(width)
-    first, last = torch.triu_indices(length, length, offset=1)
+    _, last = torch.triu_indices(length, length, offset=1)
     earlier = found.two[:, last == length - 1][:, :, :squares, squares:].sum(1).flatten(1)  # [E, (ab) c]
     degree3 = {m: i for i, m in enumerate(sorted({tuple(sorted((*ab, c))) for ab in names[:squares] for c in range(width)}))}
     place = torch.zeros(squares * width, len(degree3), dtype=torch.float64)
@@ -161,7 +167,7 @@ def best_attention(kernel: Float[Tensor, "E D D D"], *, steps: int = 100) -> Att
     wanted = _monomial(kernel / scale).numpy()
 
     def parts(vector: np.ndarray) -> tuple[Tensor, Tensor]:
-        values_of, pairs = torch.from_numpy(vector).split([outputs * width, width * width])
+        values_of, pairs = torch.split(torch.from_numpy(vector), [outputs * width, width * width])
         return values_of.reshape(outputs, width), pairs.reshape(width, width)
 
     def residual(vector: np.ndarray) -> np.ndarray:

@@ -92,7 +92,7 @@ def explain(
 def _by_weights(layer: GatedRNN, reference: Reference, *, own: bool) -> Report:
     """The whole audit of a gated RNN."""
     world, found = reference.world, polynomial(layer, length=reference.world.length, blank=reference.world.blank)
-    kernel = best_kernel(found, width=layer.spec.width)
+    kernel = best_kernel(found, width=layer.spec.width, blank=world.blank)
     loss = _loss(layer, reference)
     findings = [
         Finding(name="relative loss", value=loss, meaning=f"mean squared difference from {reference.name}, by its power, on fresh sequences"),
@@ -131,11 +131,11 @@ def _reference(layer: GatedRNN, head: Attention | None, world: World, *, given: 
     if outputs < width:
         prompts = world if world.blank else _prompts(world, width=width, outputs=outputs, given=given)
         seen = polynomial(layer, length=prompts.length, blank=prompts.blank)
-        step = best_step(best_kernel(seen, width=width).kernel)
+        step = best_step(best_kernel(seen, width=width, blank=prompts.blank).kernel)
         if step.rate != 0:
             tried.append(_compared(f"a gradient step of rate {step.rate:.4g}", seen, step.attention.kernel, step.attention, prompts))
     if not tried or tried[0].distance > DISTANCE:
-        kernel = best_kernel(found, width=width).kernel
+        kernel = best_kernel(found, width=width, blank=world.blank).kernel
         one = best_attention(kernel)
         tried += [
             _compared("its own nearest attention", found, one.kernel, one, world),
@@ -152,7 +152,7 @@ def _compared(name: str, found: Polynomial, kernel: Tensor, head: Attention | No
 def _distance_finding(layer: GatedRNN, reference: Reference, found: Polynomial, *, own: bool) -> Finding:
     """Beside an untrained layer, which may choose its own nearest attention where the layer did, and beside another attention of equal size."""
     world, seen = reference.world, polynomial(_untrained(layer, reference.world.seed), length=reference.world.length, blank=reference.world.blank)
-    near = best_attention(best_kernel(seen, width=layer.spec.width).kernel).kernel if own else reference.kernel
+    near = best_attention(best_kernel(seen, width=layer.spec.width, blank=world.blank).kernel).kernel if own else reference.kernel
     other = _another(layer, seed=world.seed).kernel
     controls = {
         "untrained, its own nearest" if own else "untrained": _compared("", seen, near, None, world).distance,
@@ -164,7 +164,7 @@ def _distance_finding(layer: GatedRNN, reference: Reference, found: Polynomial, 
 
 def _another(layer: GatedRNN, *, seed: int) -> Attention:
     """An attention that has nothing to do with the layer."""
-    width, generator = layer.spec.width, torch.Generator().manual_seed(seed + 1)
+    width, generator = layer.spec.width, torch.Generator().manual_seed(seed + 1_000_003)
     drawn = [torch.randn(rows, width, generator=generator, dtype=torch.float64) for rows in (layer.spec.reads, width, width)]
     return Attention(w_v=drawn[0], w_k=drawn[1], w_q=drawn[2])
 
@@ -212,16 +212,14 @@ def _reduce(layer: GatedRNN, reference: Reference, dimension: Dimension, loss: f
     small = noted("decays at 0 and 1", _blanked(round_decays(small), world.blank))
     own = reading_form(small)
     small = noted("hidden neurons merged", merge_hidden(small, **numbers))
-    small = noted(
-        "contributing outputs, collinear ones merged", merge_outputs(prune_outputs(small, world.tokens, threshold=threshold, last=last).layer)
-    )
+    small = noted("contributing outputs, merged", merge_outputs(prune_outputs(small, world.tokens, threshold=threshold, last=last).layer))
     small = noted("a product for each output", _products(small, reference, dimension, numbers))
     if parameters(small) > MOST_PARAMETERS:
         return stages, small
     small = noted("fitted to what it read as it came", polish(small, own, tolerance=1e-4, most=50).layer)
     wanted = attention_form(reference.kernel)
     small = noted(f"moved onto {reference.name}", polish(small, wanted).layer)
-    if stages[-1].relative_loss < EXACT and small.spec.output_gates > 1:
+    if reference.head is not None and stages[-1].relative_loss < EXACT and small.spec.output_gates > 1:
         noted("and one output less", one_output_fewer(small, wanted).layer)
     return stages, small
 
@@ -281,7 +279,7 @@ def _untrained(layer: GatedRNN, seed: int) -> GatedRNN:
 
 
 def _untrained_kernel(layer: GatedRNN, world: World) -> Kernel:
-    return best_kernel(polynomial(_untrained(layer, world.seed), length=world.length, blank=world.blank), width=layer.spec.width)
+    return best_kernel(polynomial(_untrained(layer, world.seed), length=world.length, blank=world.blank), width=layer.spec.width, blank=world.blank)
 
 
 def _prompts(world: World, *, width: int, outputs: int, given: bool) -> World:

@@ -130,11 +130,17 @@ def read_kernel(kernel: Float[Tensor, "E D D D"], x: Float[Tensor, "B T D"]) -> 
     return torch.einsum("ntab,eabc,ntc->nte", sums, kernel.to(x.dtype), x)
 
 
-def best_kernel(found: Polynomial, *, width: int) -> Kernel:
+def best_kernel(found: Polynomial, *, width: int, blank: tuple[int, ...] = ()) -> Kernel:
     """The kernel whose polynomial is nearest, least squares over all coefficients.
 
     The same M stands in the terms of every earlier token, and once more, on monomials of degree 3, in those of the last one.
 
+    Args:
+        found: Of a layer.
+        width: Of a token.
+        blank: As in `polynomial`: entries that are 0 in the last token, so that terms with them are not there.
+    Raises:
+        SpecError: The layer reads nothing but 0.
     Source: ours, equation R42; tests/test_audit_kernel.py.
     """
     total, (outputs, length, _) = float(found.squares().sum()), found.one.shape
@@ -147,6 +153,7 @@ def best_kernel(found: Polynomial, *, width: int) -> Kernel:
     degree3 = {m: i for i, m in enumerate(sorted({tuple(sorted((*ab, c))) for ab in names[:squares] for c in range(width)}))}
     place = torch.zeros(squares * width, len(degree3), dtype=torch.float64)
     place[range(squares * width), [degree3[tuple(sorted((*ab, c)))] for ab in names[:squares] for c in range(width)]] = 1.0
+    place[[bool({*ab, c} & {*blank}) for ab in names[:squares] for c in range(width)]] = 0.0
     start = width + squares  # monomials of degree 1 and 2 come first, those of degree 3 next, in the same order as here
     right = earlier + found.one[:, -1, start : start + len(degree3)] @ place.T
     normal = (length - 1) * torch.eye(squares * width, dtype=torch.float64) + place @ place.T

@@ -1,6 +1,7 @@
 """What an audit found: in words, as JSON, and as one page of pictures."""
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch import Tensor
 
 from graven.audit.dimension import REMEMBERS, Dimension
 from graven.audit.forms import input_output, weights
+from graven.errors import OutputError
 from graven.layers.gated_rnn import GatedRNN
-from graven.report import figure
+from graven.report import figure, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,6 +110,20 @@ class Report:
             "kernel": self.kernel.tolist(),
             "reference": self.reference.tolist(),
         }
+
+    def save(self, folder: Path) -> None:
+        """`audit.txt`, `audit.json` and `audit.png` in a folder, which is made where its parent is there.
+
+        Raises:
+            OutputError: The folder cannot be made or written to.
+        """
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot make the folder {folder}: {error.strerror}. Choose a place that exists and that you may write to.") from error
+        for name, text in (("audit.txt", self.text()), ("audit.json", json.dumps(self.facts(), allow_nan=False))):
+            write_atomically(folder / name, lambda temporary, text=text: temporary.write_text(text + "\n"))
+        self.draw(folder / "audit.png")
 
     def draw(self, path: Path) -> None:
         """One page: weights by block before and after, decays, singular values, coefficients, losses on the way.

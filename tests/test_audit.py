@@ -46,7 +46,7 @@ def value(found, x):
     for t in range(length):
         y += found.one[:, t] @ torch.stack([x[t, list(m)].prod() for m in one])
     q = [torch.stack([x[t, list(m)].prod() for m in monomials(width) if m]) for t in range(length)]
-    for pair, (s, t) in enumerate((s, t) for s in range(length) for t in range(s + 1, length)):
+    for pair, (s, t) in enumerate((a, b) for a in range(length) for b in range(a + 1, length)):
         y += torch.einsum("eij,i,j->e", found.two[:, pair], q[s], q[t])
     return y
 
@@ -239,7 +239,7 @@ def test_several_heads_are_attention_with_several_heads(randn):
     assert explain(layer, length=6).verdict.startswith("attention with several heads with 3 + 2 neurons")
 
 
-def test_a_layer_of_another_kind_is_judged_by_what_it_reads(randn, generator):
+def test_a_layer_of_another_kind_is_judged_by_what_it_reads(randn):
     attention = head(randn, width=2, reads=2, keys=2)
     lstm = attention_to_lstm(attention.w_v, attention.w_k, attention.w_q)
     assert explain(lstm, attention, length=8).kind == "attention"

@@ -6,7 +6,7 @@ Source: ours, docs/theory.md; the paper merges three output neurons by hand (arX
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.linalg import qr
+from scipy.linalg import qr  # type: ignore[import-untyped]  # scipy ships no types
 from torch import Tensor
 
 from graven.audit.dimension import REMEMBERS, flat_form, linear

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import least_squares
+from scipy.optimize import least_squares  # type: ignore[import-untyped]  # scipy ships no types
 from torch import Tensor
 
 from graven.audit.dimension import REMEMBERS

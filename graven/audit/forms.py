@@ -96,19 +96,23 @@ def symmetric(matrices: Float[Tensor, "*A N N"]) -> Float[Tensor, "*A N N"]:
 def flat(matrices: Float[Tensor, "*A N N"]) -> Float[Tensor, "*A C"]:
     """Upper triangles of symmetric matrices, N (N + 1) / 2 = C entries, scaled so that inner products stay what they are."""
     row, column = torch.triu_indices(*matrices.shape[-2:])
-    scale = torch.where(row == column, 1.0, 2.0**0.5).to(matrices.dtype)
-    return matrices[..., row, column] * scale
+    return matrices[..., row, column] * _scale(row, column, matrices.dtype)
 
 
 def unflat(vectors: Float[Tensor, "*A C"]) -> Float[Tensor, "*A N N"]:
     """Symmetric matrices from what `flat` made of them."""
     size = int((2 * vectors.shape[-1]) ** 0.5)
     row, column = torch.triu_indices(size, size)
-    scale = torch.where(row == column, 1.0, 0.5**0.5).to(vectors.dtype)
+    scale = 1 / _scale(row, column, vectors.dtype)
     matrices = vectors.new_zeros(*vectors.shape[:-1], size, size)
     matrices[..., row, column] = vectors * scale
     matrices[..., column, row] = vectors * scale
     return matrices
+
+
+def _scale(row: Tensor, column: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 on the diagonal and sqrt 2 beside it, in the dtype itself: `torch.where` of two Python numbers rounds to float32."""
+    return (1 + (row != column).to(dtype)).sqrt()
 
 
 def _lifted(inputs: Tensor, recurrence: Tensor, w: dict[str, Tensor]) -> Forms:

@@ -121,8 +121,8 @@ class Report:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot make the folder {folder}: {error.strerror}. Choose a place that exists and that you may write to.") from error
-        for name, text in (("audit.txt", self.text()), ("audit.json", json.dumps(self.facts(), allow_nan=False))):
-            write_atomically(folder / name, lambda temporary, text=text: temporary.write_text(text + "\n"))
+        _write(folder / "audit.txt", self.text())
+        _write(folder / "audit.json", json.dumps(self.facts(), allow_nan=False))
         self.draw(folder / "audit.png")
 
     def draw(self, path: Path) -> None:
@@ -139,6 +139,10 @@ class Report:
             _draw_kernel(axes[6], self.kernel, self.reference)
             _draw_stages(axes[7], self.stages)
             axes[0].figure.suptitle(self.verdict, fontsize=9, wrap=True)
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, lambda temporary: temporary.write_text(text + "\n"))
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ LAYERS: dict[str, Make] = {
     "GRU": gru,
 }
 ORDER_A = ["gated RNN", "LRU In+Out", "two LRUs", "LSTM"]  # as the paper has it, best first
-TASKS = ("teacher", "regression")
+TASKS = {"teacher": "teacher-student", "regression": "in-context regression"}
 
 
 @dataclass(frozen=True, kw_only=True)

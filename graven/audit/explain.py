@@ -7,6 +7,7 @@ Source: ours, docs/theory.md; the measures of Zucchet et al. 2023, arXiv:2309.01
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -136,6 +137,8 @@ def _reference(layer: GatedRNN, head: Attention | None, world: World, *, given: 
             tried.append(_compared(f"a gradient step of rate {step.rate:.4g}", seen, step.attention.kernel, step.attention, prompts))
     if not tried or tried[0].distance > DISTANCE:
         kernel = best_kernel(found, width=width, blank=world.blank).kernel
+        if not bool(kernel.any()):
+            return Reference("any attention, for none of its terms is there", kernel, None, math.inf, world)
         one = best_attention(kernel)
         tried += [
             _compared("its own nearest attention", found, one.kernel, one, world),
@@ -156,7 +159,7 @@ def _distance_finding(layer: GatedRNN, reference: Reference, found: Polynomial, 
     other = _another(layer, seed=world.seed).kernel
     controls = {
         "untrained, its own nearest" if own else "untrained": _compared("", seen, near, None, world).distance,
-        "another attention": _compared("", found, other * (reference.kernel.norm() / other.norm()), None, world).distance,
+        "another attention": _compared("", found, other * (float(reference.kernel.norm()) or 1.0) / other.norm(), None, world).distance,
     }
     meaning = f"over all coefficients of what token {world.length} reads"
     return Finding(name="polynomial distance", value=reference.distance, threshold=DISTANCE, controls=controls, meaning=meaning)

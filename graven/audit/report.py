@@ -170,7 +170,7 @@ def _draw_weights(inputs: "Axes", outputs: "Axes", layer: GatedRNN | None, when:
 def _image(axes: "Axes", matrix: Tensor, title: str, column: int, row: int | None) -> None:
     """Rows at equal largest entry: their scales are free."""
     shown = matrix / matrix.abs().amax(1, keepdim=True).clamp(min=1e-300)
-    axes.imshow(shown, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
+    axes.imshow(shown.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
     axes.axvline(column - 0.5, color="black", lw=0.8)
     if row is not None:
         axes.axhline(row - 0.5, color="black", lw=0.8)
@@ -180,7 +180,7 @@ def _image(axes: "Axes", matrix: Tensor, title: str, column: int, row: int | Non
 
 def _draw_decays(axes: "Axes", layer: GatedRNN | None) -> None:
     if layer is not None and layer.spec.recurrence == "diagonal":
-        decays = layer.decay.detach().sort(descending=True).values
+        decays = layer.decay.detach().sort(descending=True).values.tolist()
         axes.plot(range(1, len(decays) + 1), decays, ".", color="C0")
         axes.axhline(REMEMBERS, color="black", lw=0.8, ls=":")
     axes.set(title="decays", xlabel="hidden neuron", ylim=(-0.05, 1.05))
@@ -200,8 +200,9 @@ def _draw_values(axes: "Axes", dimension: Dimension | None) -> None:
 
 
 def _draw_kernel(axes: "Axes", kernel: Tensor, reference: Tensor) -> None:
-    axes.plot(reference.flatten(), reference.flatten(), "-", color="black", lw=0.6)
-    axes.plot(reference.flatten(), kernel.flatten(), ".", ms=4, color="C3")
+    wanted, found = reference.flatten().tolist(), kernel.flatten().tolist()
+    axes.plot(wanted, wanted, "-", color="black", lw=0.6)
+    axes.plot(wanted, found, ".", ms=4, color="C3")
     axes.set(title="coefficients of the kernel", xlabel="of the attention", ylabel="of the layer")
 
 

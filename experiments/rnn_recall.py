@@ -5,7 +5,7 @@ Claim    With input and output gating the trained solution is not attention: a n
 Test     The state when the query is read is p + q, p from the past and q from the query token. What is read falls into memory x memory,
          memory x query and query x query. Attention is memory x query, with decays of 1. So: accuracy by that part alone, and shares of the logits.
 Differs  Six pairs, and training of minutes, at half the rate of `graven.fit`. The paper looks at weights. A loss of 1e9 stands for one that diverged.
-Cost     --scale small: 10 s with imports.  --scale full: not measured.   (CPU time of one core)
+Cost     --scale small: 10 s with imports.  --scale full: 26 s.   (CPU time of one core)
 
     python experiments/rnn_recall.py [--scale full]      measure and print
     python experiments/rnn_recall.py --report            table, figure and verdict from the rows

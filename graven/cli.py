@@ -192,7 +192,7 @@ def audit(
 def size(
     rank: Annotated[int, typer.Option(metavar="R", help="Effective rank of the attention.")],
     form: Annotated[str, typer.Option(metavar="F", help="naive, symmetric, symmetric_fast, low_rank, minimal, side or side_symmetric.")] = "minimal",
-    width: Annotated[int | None, typer.Option(metavar="D", help="Of a token; the rank.")] = None,
+    width: Annotated[int | None, typer.Option(metavar="D", help="Of a token; twice the rank for low_rank and minimal, the rank for others.")] = None,
     json: JsonOption = False,
 ) -> int:
     """How many neurons a gated RNN needs to be attention of some rank, and how many to give one that shall learn it."""

@@ -300,6 +300,6 @@ def test_the_command_line_audits_and_sizes(generator, randn, tmp_path, capsys):
     assert cli.main(["audit", other, "--length", "8"]) == 1
     assert capsys.readouterr().out.startswith("neither attention nor a gradient step")
     assert cli.main(["audit", other, "--teacher", teacher]) == 2
-    assert cli.main(["size", "--rank", "4"]) == 0
+    assert cli.main(["size", "--rank", "4", "--width", "4"]) == 0
     assert capsys.readouterr().out.splitlines()[0].startswith("needed       14 hidden neurons, 10 outputs")
     assert cli.main(["size", "--rank", "4", "--form", "none"]) == 2

@@ -1,6 +1,6 @@
 """How many sums over the past, and how many readings of the token, a layer really uses: ranks of its forms, with no neuron looked at.
 
-    M_e = F_acc^T (2 K_e[acc, query]) F_query                                                                                (R45)
+    M_e = F_acc^T (2 K_e[acc, query]) F_query                                                                                (R44)
 
 in an isometric basis of symmetric matrices, so that singular values do not depend on scales of neurons. Its three flattenings have the
 effective numbers of accumulators, of queries and of outputs as their ranks; a singular value counts above 5 sqrt(relative loss).
@@ -73,7 +73,7 @@ def effective_dimension(layer: GatedRNN | Forms, *, relative_loss: float, blank:
         blank: Entries that are 0 in the token that reads.
     Raises:
         SpecError: The recurrence is dense, a weight is not finite, or no neuron accumulates or none queries.
-    Source: ours, equation R45; tests/test_audit_dimension.py.
+    Source: ours, equation R44; tests/test_audit_dimension.py.
     """
     form = flat_form(layer, blank=blank)
     threshold = max(LOSSES * relative_loss**0.5, ROUNDING)
@@ -84,7 +84,7 @@ def effective_dimension(layer: GatedRNN | Forms, *, relative_loss: float, blank:
 
 
 def flat_form(layer: GatedRNN | Forms, *, blank: tuple[int, ...] = ()) -> Float[Tensor, "E C C"]:
-    """M of equation R45, [outputs, accumulated form, form of the token that reads].
+    """M of equation R44, [outputs, accumulated form, form of the token that reads].
 
     Raises:
         SpecError: As `effective_dimension`.
@@ -104,7 +104,7 @@ def flat_form(layer: GatedRNN | Forms, *, blank: tuple[int, ...] = ()) -> Float[
 
 
 def reading_form(layer: GatedRNN | Forms) -> Float[Tensor, "E C N"]:
-    """M of equation R46 for a layer of any size: what multiplies sums over the past with (x, 1) of the token that reads."""
+    """M of equation R45 for a layer of any size: what multiplies sums over the past with (x, 1) of the token that reads."""
     return linear(flat_form(layer))
 
 

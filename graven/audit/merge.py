@@ -27,7 +27,7 @@ def round_decays(layer: GatedRNN) -> GatedRNN:
 def merge_hidden(layer: GatedRNN, *, accumulators: int, queries: int) -> GatedRNN:
     """A layer with so many neurons of each kind that comes nearest, decays at 0 and 1; exact where the effective numbers are no larger.
 
-    Accumulators are chosen among those that are there, by a pivoted QR of their forms along the leading singular vectors of equation R45;
+    Accumulators are chosen among those that are there, by a pivoted QR of their forms along the leading singular vectors of equation R44;
     queries are made new, from the linear parts of the leading singular vectors on the other side.
 
     Raises:

@@ -3,7 +3,7 @@
 Decays are 0 and 1, accumulators are products of two maps of the token, queries are maps of it, and every output neuron multiplies one
 reading of the accumulators with one of the queries, as `graven.audit.merge.separate_outputs` leaves them. Then what is read is
 
-    y_T,e = sum_s M_e(z_s z_s^T, z_T),     M_e = sum_r D_er (A_r F) (B_r W)^T                                                (R46)
+    y_T,e = sum_s M_e(z_s z_s^T, z_T),     M_e = sum_r D_er (A_r F) (B_r W)^T                                                (R45)
 
 and M is to be a given form: the kernel of the attention, bordered by zeros for the constant 1, or the form of the layer itself. Where M
 agrees, so does what is read, at any length.
@@ -28,7 +28,7 @@ EXACT = 1e-20  # squared error as a share of the form's, below which a layer is 
 
 
 class Small(NamedTuple):
-    """Weights of equation R46: F_i = sym(in1_i in2_i^T), W = query, A = first, B = second, D = readout."""
+    """Weights of equation R45: F_i = sym(in1_i in2_i^T), W = query, A = first, B = second, D = readout."""
 
     in1: Float[Tensor, "S N"]
     in2: Float[Tensor, "S N"]
@@ -60,7 +60,7 @@ def polish(layer: GatedRNN, wanted: Float[Tensor, "E C N"], *, most: int = 100, 
         wanted: `attention_form` of a kernel, or `reading_form` of a layer.
         most: Evaluations.
         tolerance: Stop where a step lowers the error by no more than this share of it.
-    Source: ours, equation R46; tests/test_audit_polish.py.
+    Source: ours, equation R45; tests/test_audit_polish.py.
     """
     start = _balanced(_small(layer))
     scale = float(wanted.norm())

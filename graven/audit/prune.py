@@ -68,7 +68,7 @@ def prune_hidden(layer: GatedRNN, x: Float[Tensor, "B T D"], *, threshold: float
 def output_contributions(layer: GatedRNN, x: Float[Tensor, "B T D"], *, last: bool = False) -> Float[Tensor, "M"]:
     """mean z_r^2 |D_r|^2 / (E mean y^2) of every output neuron z_r = (A_r h)(B_r h).
 
-    Source: ours, equation R44; tests/test_audit_prune.py.
+    Source: ours, equation R43; tests/test_audit_prune.py.
     """
     layer = input_output(layer)
     w = weights(layer)

@@ -1,10 +1,12 @@
 """Every form of gated linear attention beside the plain loop, and beside the naive formula of flash-linear-attention.
 
-    python benchmarks/gated_linear.py                                                    about two minutes on one CPU core
-    python benchmarks/gated_linear.py --lengths 256 1024 4096 16384 --heads 4 --width 64 --memory 8 --repeats 7
+    python benchmarks/gated_linear.py --gates key --lengths 256 1024 4096 16384 --repeats 2 --limit 3      one CPU minute
+    python benchmarks/gated_linear.py                                                                      several CPU minutes
+    python benchmarks/gated_linear.py --draw benchmarks/results/FILE.json                                   the figure in docs/figures, from a result
 
 Runs of one length take turns on one machine; what is reported is the ratio to the loop within a turn: median, least and largest. A run that
-would take longer than `--limit` or hold more than `--memory` is left out and says so. The tests of the operation run first: on red there is
+would take longer than `--limit` or hold more than `--memory` is left out and the result says so. Seconds are those of the core, not of the clock,
+on a CPU. The tests of the operation run first: on red there is
 no number.
 """
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from graven.ops.gated_linear import gated_linear
+from graven.report import figure
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSES = ("forward", "backward", "double backward")
@@ -77,11 +80,12 @@ def seconds(run: Callable[..., tuple[Tensor, Tensor]], inputs: dict[str, Tensor]
     on_gpu = inputs["q"].is_cuda
     if on_gpu:
         torch.cuda.synchronize()
-    start = time.perf_counter()
+    clock = time.perf_counter if on_gpu else time.process_time  # one thread: what others do on the machine does not count
+    start = clock()
     work(run, inputs, what)
     if on_gpu:
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def held_bytes(name: str, inputs: dict[str, Tensor], what: str) -> int:
@@ -105,9 +109,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 new = turns(fits, inputs, what, options.repeats)
                 rows += [{"gate": gate, "length": length, "pass": what, **row} for row in new]
                 slow |= {(row["run"], what): row["seconds"] for row in new}
-                for name in RUNS.keys() - set(fits):
+                for name in sorted(RUNS.keys() - set(fits)):
                     slow[name, what] = options.limit  # left out here, so left out at every greater length
-                    print(f"{gate} {length} {what}: {name} left out", file=sys.stderr)
+                    why = "memory" if name not in small else "time"
+                    rows.append({"gate": gate, "length": length, "pass": what, "run": name, "left_out": why})
     return rows
 
 
@@ -129,18 +134,38 @@ def turns(names: list[str], inputs: dict[str, Tensor], what: str, repeats: int) 
     return rows
 
 
-def main() -> None:
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Seconds against length, one panel a pass, key gates; a slope of one is a cost that grows with T."""
+    with figure(path, width=9, height=3.2, columns=len(PASSES)) as panels:
+        for axes, what in zip(panels, PASSES, strict=True):
+            for colour, name in zip(("C7", "C3", "C0", "C2"), RUNS, strict=True):
+                here = [r for r in rows if (r["gate"], r["pass"], r["run"]) == ("key", what, name) and "seconds" in r]
+                axes.plot([r["length"] for r in here], [r["seconds"] for r in here], "o-", ms=3, lw=1, color=colour, label=name)
+            axes.set(title=what, xlabel="T", xscale="log", yscale="log")
+        panels[0].set_ylabel("CPU seconds")
+        panels[0].legend(frameon=False, fontsize=7)
+
+
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--gates", nargs="+", choices=["key", "scalar"], default=["key", "scalar"])
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--width", type=int, default=32, help="of keys and values of a head")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--limit", type=float, default=10.0, help="seconds that one run may take")
-    parser.add_argument("--memory", type=float, default=1.0, help="GiB that one run may hold")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=6.0, help="seconds that one run may take")
+    parser.add_argument("--memory", type=float, default=4.0, help="GiB that one run may hold")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--hardware", default="cpu", help="a word for the name of the result file")
-    options = parser.parse_args()
+    parser.add_argument("--draw", type=Path, help="a result file, to be drawn and not measured")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    if options.draw:
+        draw(json.loads(options.draw.read_text())["rows"], ROOT / "docs" / "figures" / "gated_linear_cost.png")
+        return
     tests = [sys.executable, "-m", "pytest", "-x", "-q", str(ROOT / "tests" / "test_gated_linear.py")]
     if subprocess.run(tests, cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
         raise SystemExit("tests/test_gated_linear.py is red; a wrong operation has no speed. Mend it first.")
@@ -150,7 +175,7 @@ def main() -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     about = {
-        "options": vars(options),
+        "options": {name: value for name, value in vars(options).items() if name != "draw"},
         "state_bytes": 4 * options.heads * options.width**2,
         "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "threads": torch.get_num_threads(), "torch": str(torch.__version__), "dtype": "float32", "commit": commit, "date": today,
@@ -158,8 +183,12 @@ def main() -> None:
     path = ROOT / "benchmarks" / "results" / f"gated_linear_{options.hardware}_{today}.json"
     path.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
     for row in rows:
-        faster = f"{row['times_faster']:6.1f} x the loop ({row['least']:.1f} to {row['largest']:.1f})" if "times_faster" in row else ""
-        print(f"{row['gate']:7}{row['length']:6} {row['pass']:16}{row['run']:33}{1e3 * row['seconds']:9.1f} ms {faster}")
+        if "left_out" in row:
+            found = f"left out: {row['left_out']}"
+        else:
+            faster = f"{row['times_faster']:6.1f} x the loop ({row['least']:.1f} to {row['largest']:.1f})" if "times_faster" in row else ""
+            found = f"{1e3 * row['seconds']:9.1f} ms {faster}"
+        print(f"{row['gate']:7}{row['length']:6} {row['pass']:16}{row['run']:33}{found}")
 
 
 if __name__ == "__main__":

@@ -360,6 +360,24 @@ def test_under_full_attention_the_steps_are_plain_gradient_descent(numbers):
         assert prediction == pytest.approx(-query @ beta, rel=1e-10)
 
 
+def test_causal_steps_end_in_one_pass_of_projections_and_not_in_a_solution(numbers):
+    """Under corollary 1, how masking limits convergence (ours): estimate i fits example i alone of those it has seen, and the query forgets."""
+    x, truth, query, steps = numbers.normal(size=(6, 3)), numbers.normal(size=3), numbers.normal(size=3), 1000
+    y, rate = x @ truth, 1 / np.linalg.eigvalsh(x.T @ x)[-1]
+    same = {"keys": np.tile(np.eye(3), (steps, 1, 1)), "queries": np.tile(rate * np.eye(3), (steps, 1, 1)), "gates": np.ones((steps, 7, 3))}
+    found = gradient_steps(x, y, query, **same)
+    masked = rate * x.T @ (y + found.residuals[:-1].sum(0))  # what the query reads if its own value, 0 at first, is left out
+    descent, passed = np.zeros(3), np.zeros(3)
+    for _ in range(steps):
+        descent = descent - rate * x.T @ (x @ descent - y)
+    for row, label in zip(x, y, strict=True):
+        passed = passed + row * (label - row @ passed) / (row @ row)
+    assert descent == pytest.approx(truth, rel=1e-3)
+    assert masked == pytest.approx(passed, rel=1e-6)
+    assert np.abs(passed - truth).max() > 0.1
+    assert abs(found.predictions[-1]) < 1e-3 * abs(query @ truth)
+
+
 @pytest.mark.parametrize("covariance", [np.eye(3), np.diag([2.0, 1.0, 0.1])])
 def test_one_shared_task_is_weighted_equally(covariance):
     """Equations 5 and 6, among the steps of one weight an example: plain preconditioned gradient descent is then the best of them."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -162,6 +162,49 @@ def train(
     with progress_bar("training", total=longest(settings)) as tick:
         run_training(settings, folder, resume=resume, workers=workers, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"]))
     say(f"checkpoint: {folder}   use it with: graven write FILE --model {folder} -o OUT")
+    return 0
+
+
+@app.command()
+def audit(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A gated RNN that `graven.audit.checkpoint.save_layer` wrote.")],
+    teacher: Annotated[Path | None, typer.Option(metavar="FILE", help="The attention it should be; its own nearest one.")] = None,
+    length: Annotated[int, typer.Option(metavar="T", help="Tokens of a sequence, as in training.")] = 32,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to put audit.txt, audit.json and audit.png.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """Find out what a recurrent layer computes: attention, a gradient step, or neither."""
+    import torch
+
+    from graven.audit.checkpoint import load_layer, load_teacher
+    from graven.audit.explain import explain
+
+    torch.set_num_threads(1)  # as in `open_model`
+    layer, head = load_layer(checkpoint), None if teacher is None else load_teacher(teacher)
+    report = explain(layer, head, length=length)
+    if out is not None:
+        report.save(out)
+    show(report.facts(), [report.text()], as_json=json)
+    return 1 if report.kind == "neither" else 0
+
+
+@app.command()
+def size(
+    rank: Annotated[int, typer.Option(metavar="R", help="Effective rank of the attention.")],
+    form: Annotated[str, typer.Option(metavar="F", help="naive, symmetric, symmetric_fast, low_rank, minimal, side or side_symmetric.")] = "minimal",
+    width: Annotated[int | None, typer.Option(metavar="D", help="Of a token; twice the rank for low_rank and minimal, the rank for others.")] = None,
+    json: JsonOption = False,
+) -> int:
+    """How many neurons a gated RNN needs to be attention of some rank, and how many to give one that shall learn it."""
+    from graven.theory.capacity import provision
+
+    found = provision(rank=rank, form=cast("Any", form), width=width)
+    facts = {"rank": rank, "form": form, "width": found.width, "needed": found.needed._asdict(), "provided": found.provided._asdict()}
+    lines = [
+        f"{name:<12} {count.hidden} hidden neurons, {count.output_gates} outputs, {count.parameters} parameters"
+        for name, count in (("needed", found.needed), ("to train", found.provided))
+    ]
+    show(facts, lines, as_json=json)
     return 0
 
 

@@ -9,6 +9,7 @@ The tree, with the built-in class that each also is:
     |-- ModelError         ValueError    a language model that is missing, broken or not usable behind a memory
     |-- MismatchError      ValueError    a memory and a model that do not belong together
     |-- MemoryFileError    ValueError    a file that is not a whole, readable memory
+    |-- LayerFileError     ValueError    a file that is not a whole, readable layer or teacher
     `-- OutputError        OSError       a result that cannot be written where it was asked for
 """
 
@@ -41,6 +42,10 @@ class MismatchError(GravenError, ValueError):
 
 class MemoryFileError(GravenError, ValueError):
     """A file is not a whole, readable memory."""
+
+
+class LayerFileError(GravenError, ValueError):
+    """A file is not a whole, readable layer or teacher."""
 
 
 class OutputError(GravenError, OSError):

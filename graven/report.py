@@ -92,8 +92,8 @@ def table(rows: Sequence[Row], *, row: str, column: str, value: Callable[[Row], 
 
 
 @contextmanager
-def figure(path: Path, *, width: float = 7.0, height: float = 3.6, columns: int = 1) -> "Iterator[list[Axes]]":
-    """Axes to draw on, saved as a PNG at `path` when the block ends.
+def figure(path: Path, *, width: float = 7.0, height: float = 3.6, columns: int = 1, rows: int = 1) -> "Iterator[list[Axes]]":
+    """Axes to draw on, row by row, saved as a PNG at `path` when the block ends.
 
     Raises:
         OutputError: The file cannot be written.
@@ -104,9 +104,9 @@ def figure(path: Path, *, width: float = 7.0, height: float = 3.6, columns: int 
     from matplotlib import pyplot as plt
 
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}):
-        canvas, axes = plt.subplots(1, columns, figsize=(width, height), layout="constrained", squeeze=False)
+        canvas, axes = plt.subplots(rows, columns, figsize=(width, height), layout="constrained", squeeze=False)
         try:
-            yield list(axes[0])
+            yield list(axes.flat)
             write_atomically(path, lambda temporary: canvas.savefig(temporary, format="png", dpi=150))
         finally:
             plt.close(canvas)

@@ -11,7 +11,8 @@ import graven
 
 PACKAGE = Path(graven.__file__).parent
 
-# A part imports strictly lower numbers, or its own folder's `base`. Parts that do not exist yet have theirs already.
+# A part imports strictly lower numbers, or its own folder's `base`. Parts that do not exist yet have theirs already. The files of a folder
+# that has steps of its own are numbered too.
 LAYER = {
     "errors": 0,
     "shapes": 1,
@@ -25,9 +26,22 @@ LAYER = {
     "construct": 4,
     "memory": 5,
     "audit": 5,
+    "audit.polynomial": 5.1,
+    "audit.dimension": 5.1,
+    "audit.prune": 5.1,
+    "audit.kernel": 5.2,
+    "audit.checkpoint": 5.3,
+    "audit.merge": 5.3,
+    "audit.world": 5.3,
+    "audit.polish": 5.3,
+    "audit.scores": 5.3,
+    "audit.report": 5.4,
+    "audit.readings": 5.5,
+    "audit.explain": 5.6,
     "measure": 6,
     "engrave": 6,
     "train": 7,
+    "fit": 7,
     "model": 8,
     "run": 8,
     "demo": 9,
@@ -58,6 +72,11 @@ def part(module: str) -> str:
     return module.split(".")[1]
 
 
+def number(module: str) -> float:
+    """Of a file that has one, or of its part."""
+    return LAYER.get(module.removeprefix("graven."), LAYER[part(module)])
+
+
 def climbs(module: str, other: str) -> bool:
     """True where `module` may not import `other`."""
     if other.startswith("."):
@@ -65,7 +84,7 @@ def climbs(module: str, other: str) -> bool:
     if not other.startswith("graven."):
         return False
     own_base = ".".join([*module.split(".")[:-1], "base"])
-    return other != own_base and LAYER[part(other)] >= LAYER[part(module)]
+    return other != own_base and number(other) >= number(module)
 
 
 def tree_of(module: str) -> ast.Module:
@@ -100,6 +119,7 @@ def test_no_part_imports_experiments_benchmarks_or_tests(module):
         ("graven.ops.attention", "from . import delta", True),
         ("graven.lm.small", "from graven.lm.pretrained import Pretrained", True),
         ("graven.report", "from graven import settings", True),
+        ("graven.audit.prune", "from graven.audit.dimension import groups", True),
         ("graven.lm.small", "from graven.lm.base import greedy", False),
         ("graven.layers.decoder", "from graven.ops.attention import attention", False),
         ("graven.layers.decoder", "import torch", False),

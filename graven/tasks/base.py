@@ -95,3 +95,16 @@ def front(mask: Bool[Tensor, "*B T"]) -> Int[Tensor, "*B T"]:
 def rows_at(x: Shaped[Tensor, "*B T D"], order: Int[Tensor, "*B S"]) -> Shaped[Tensor, "*B S D"]:
     """Vectors of each row in another order of columns."""
     return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))
+
+
+def distinct(size: int, count: int, *, below: int, generator: torch.Generator) -> Int[Tensor, "B N"]:
+    """Rows of different numbers below a bound, every order equally likely."""
+    if below <= max(count * count, 4096):
+        return torch.rand(size, below, generator=generator).argsort(-1)[:, :count]
+    numbers = torch.randint(below, (size, count), generator=generator)
+    while True:  # above the square of `count` most rows have no repeat, so drawing the others anew is cheap and keeps them uniform
+        ordered = numbers.sort(-1).values
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+        if not repeated.any():
+            return numbers
+        numbers[repeated] = torch.randint(below, (int(repeated.sum()), count), generator=generator)

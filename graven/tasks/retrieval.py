@@ -19,7 +19,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from graven.errors import SpecError, TextError
-from graven.tasks.base import Episode, Tokens
+from graven.tasks.base import Episode, Tokens, distinct
 
 CHARACTERS = string.ascii_letters + string.digits
 PUNCTUATION = "!:?|"
@@ -103,19 +103,6 @@ class Retrieval:
 
     def _digits(self, numbers: Int[Tensor, "B N"], length: int) -> Int[Tensor, "B N K"]:
         return torch.stack([numbers // self.symbols**place % self.symbols for place in reversed(range(length))], -1)
-
-
-def distinct(size: int, count: int, *, below: int, generator: torch.Generator) -> Int[Tensor, "B N"]:
-    """Rows of different numbers below a bound, every order equally likely."""
-    if below <= max(count * count, 4096):
-        return torch.rand(size, below, generator=generator).argsort(-1)[:, :count]
-    numbers = torch.randint(below, (size, count), generator=generator)
-    while True:  # above the square of `count` most rows have no repeat, so drawing the others anew is cheap and keeps them uniform
-        ordered = numbers.sort(-1).values
-        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)
-        if not repeated.any():
-            return numbers
-        numbers[repeated] = torch.randint(below, (int(repeated.sum()), count), generator=generator)
 
 
 def parse_records(text: str, task: Retrieval) -> list[tuple[str, str]]:

@@ -1,0 +1,76 @@
+"""What recurrent layers share: how tokens come in, how weights start, and one layer upon the other.
+
+Every such layer is called alike: `layer(x, state=None, mask=None) -> (y, state)`. Tokens [B, T, D] in, reads [B, T, E] out; a state left out is
+the start; padding (mask False) changes no state, and what it reads means nothing.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graven.errors import SpecError
+from graven.shapes import check
+
+
+def entered(x: Tensor, *, width: int, mask: Tensor | None, state: tuple[Tensor | None, str] = (None, "")) -> Tensor:
+    """Tokens whose shape was checked, padding set to 0: whatever lay there, NaN too, now reaches neither a state nor a gradient.
+
+    Args:
+        state: With its axes, as `check` takes them.
+    Raises:
+        ShapeError: The parts do not fit each other.
+    """
+    given = {} if state[0] is None else {"state": (state[0], state[1])}
+    check(x=(x, f"B T {width}"), **given, **({} if mask is None else {"mask": (mask, "B T")}))
+    return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+
+
+def affine(x: Tensor, weight: Tensor) -> Tensor:
+    """A map whose last column acts on the constant 1."""
+    return F.linear(x, weight[:, :-1], weight[:, -1])
+
+
+@torch.no_grad()
+def start_(module: nn.Module, generator: torch.Generator | None) -> None:
+    """Weights from N(0, 1 / fan-in), biases 0."""
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
+        else:
+            parameter.zero_()
+
+
+def at_least_one(**numbers: int) -> None:
+    """One sentence about the first number that is below 1."""
+    for name, number in numbers.items():
+        if number < 1:
+            raise SpecError(f"`{name}` is {number}; it must be at least 1.")
+
+
+class Chain(nn.Module):
+    """Layers one upon the other: each takes what the one before it reads. Its state is a tuple of theirs.
+
+    Raises:
+        SpecError: No layers, or a state of another number of layers.
+    """
+
+    def __init__(self, layers: Iterable[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        at_least_one(layers=len(self.layers))
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], state: tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
+    ) -> tuple[Float[Tensor, "B T E"], tuple[Any, ...]]:
+        """What every token reads, and the states of all layers after the last one."""
+        if state is not None and len(state) != len(self.layers):
+            raise SpecError(f"`state` holds {len(state)} states and there are {len(self.layers)} layers; pass one for each.")
+        ends = []
+        for layer, start in zip(self.layers, state or [None] * len(self.layers), strict=True):
+            x, end = layer(x, start, mask)
+            ends.append(end)
+        return x, tuple(ends)

@@ -9,6 +9,7 @@ The tree, with the built-in class that each also is:
     |-- ModelError         ValueError    a language model that is missing, broken or not usable behind a memory
     |-- MismatchError      ValueError    a memory and a model that do not belong together
     |-- MemoryFileError    ValueError    a file that is not a whole, readable memory
+    |-- OrderError         RuntimeError  a derivative of an order that an operation does not have
     `-- OutputError        OSError       a result that cannot be written where it was asked for
 """
 
@@ -41,6 +42,10 @@ class MismatchError(GravenError, ValueError):
 
 class MemoryFileError(GravenError, ValueError):
     """A file is not a whole, readable memory."""
+
+
+class OrderError(GravenError, RuntimeError):
+    """A derivative of an order is asked for that an operation does not have, or would leave out without a word."""
 
 
 class OutputError(GravenError, OSError):

@@ -76,14 +76,23 @@ def plain_attention(
     mask: Bool[Tensor, "..."] | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, "B H T V"]:
     """The definition, which forms the T x S matrix of every head and can be differentiated any number of times.
 
-    Args, Returns, Raises, Source: As `attention`; in the dtype of its parts throughout.
+    Args:
+        softcap: Logits become softcap * tanh(logits / softcap), as in Gemma 2; the others as of `attention`.
+    Returns:
+        As `attention`, in the dtype of its parts throughout.
+    Raises:
+        ShapeError, SpecError: As `attention`.
+    Source: Vaswani et al. 2017, equation 1; Gemma Team 2024, arXiv:2408.00118, section 2 (softcap).
     """
     groups = _check_arguments(q, k, v, mask)
     k, v = (x.repeat_interleave(q.shape[1] // groups, dim=1) for x in (k, v))
     logits = (q * (q.shape[3] ** -0.5 if scale is None else scale)) @ k.mT
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     seen = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device)
     if causal:
         seen = seen.tril(k.shape[2] - q.shape[2])

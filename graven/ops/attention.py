@@ -209,7 +209,7 @@ def _value(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, setting: Settin
             top.masked_fill_(top == -torch.inf, 0.0)
             weights.sub_(top).exp2_()
             total = weights.sum(-1, keepdim=True).clamp_(min=1.0)  # the largest logit alone gives 1; a row that sees nothing has none
-            block.put(torch.bmm(weights, values[:, block.columns]).div_(total), into=o[pairs])
+            block.put(_product(weights, values[:, block.columns]).div_(total), into=o[pairs])
             block.put(total.log2_().add_(top), into=log[pairs])
     return o, log
 
@@ -246,7 +246,7 @@ class _Gradient(Function):
                 torch.bmm(d_rows, values[:, block.columns].mT, out=x).mul_(weights)
                 d_v[pairs, block.columns].baddbmm_(weights.mT, d_rows[..., :-1])
                 d_k[pairs, block.columns].baddbmm_(x.mT, rows[..., :-1])
-                block.put(torch.bmm(x, keys[..., :-1]), into=d_q[pairs])
+                block.put(_product(x, keys[..., :-1]), into=d_q[pairs])
         return d_q.mul_(setting.scale), d_k.mul_(setting.scale / setting.binary), d_v
 
     @staticmethod
@@ -280,11 +280,11 @@ class _SecondGradient(Function):
                 torch.bmm(aq_rows, kb[:, here].mT, out=e).mul_(weights)
                 e.addcmul_(weights, e.sum(-1, keepdim=True), value=-1)
                 d_rows = d_rows[..., :-1]
-                g_rows = torch.bmm(weights, c_here[..., :-1]).baddbmm_(e, v_here[..., :-1])
+                g_rows = _product(weights, c_here[..., :-1]).baddbmm_(e, v_here[..., :-1])
                 torch.bmm(_less_mean(d_rows, g_rows), c_here.mT, out=r).mul_(weights).addcmul_(e, x)
                 x.mul_(weights)
                 block.put(g_rows, into=g_d_o[pairs])
-                block.put(torch.bmm(x, kb[:, here, width:]).baddbmm_(r, kb[:, here, :width]), into=g_q[pairs])
+                block.put(_product(x, kb[:, here, width:]).baddbmm_(r, kb[:, here, :width]), into=g_q[pairs])
                 g_v[pairs, here].baddbmm_(e.mT, d_rows)
                 g_k[pairs, here].baddbmm_(x.mT, aq_rows[..., :width]).baddbmm_(r.mT, aq_rows[..., width:])
         return g_d_o, g_q.mul_(setting.scale), g_k, g_v
@@ -311,6 +311,11 @@ def _left(x: Tensor, minus: Tensor) -> Tensor:
 
 def _less_mean(d_o: Tensor, o: Tensor) -> Tensor:
     return _left(d_o, (d_o * o).sum(-1, keepdim=True))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A product that autocast leaves alone, as it does every operation that is told where to put its result."""
+    return torch.bmm(left, right, out=left.new_empty(len(left), left.shape[1], right.shape[2]))
 
 
 def _weights(block: Block, rows: Tensor, keys: Tensor, *, out: Tensor) -> None:

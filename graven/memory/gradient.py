@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from graven.errors import ModelError, SpecError
 from graven.lm.base import Continuation, LanguageModel, greedy
 from graven.ops.inner_loop import Tensors, descend
+from graven.ops.pointwise import cross_entropy
 from graven.shapes import check
 from graven.tasks.base import Tokens, front
 
@@ -305,7 +306,7 @@ class GradMem(nn.Module):
         hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
         logits = self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
         ids, mask = context.tokens.ids, context.tokens.mask
-        losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
+        losses = cross_entropy(logits.flatten(0, 1), ids.flatten()).view(ids.shape)
         return losses * mask, (logits.argmax(-1) == ids) & mask
 
     def _write_logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:

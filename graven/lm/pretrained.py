@@ -336,7 +336,7 @@ def place(path: str) -> dict[str, Any]:
     return where
 
 
-def spread(got: Float[Tensor, "B T A"], expected: Float[Tensor, "B T A"]) -> float:
+def spread(got: Float[Tensor, "*B A"], expected: Float[Tensor, "*B A"]) -> float:
     """Largest difference, in standard deviations of what was expected."""
     return float((got.float() - expected.float()).abs().max() / expected.float().std().clamp(min=1e-6))
 

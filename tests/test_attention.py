@@ -125,12 +125,13 @@ def test_blocks_of_their_own_size_give_the_plain_derivatives_in_float32(length, 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("make_mask", MASKS)
-@pytest.mark.parametrize(("groups", "length", "keys"), [(2, 3, 3), (1, 3, 4)])
+@pytest.mark.parametrize("groups", [2, 1])
+@pytest.mark.parametrize(("length", "keys"), [(3, 3), (2, 4), (4, 2)])
 def test_first_and_second_derivative_agree_with_finite_differences(groups, length, keys, make_mask, causal, randn, generator, monkeypatch):
     monkeypatch.setattr(module, "ROWS", 2)
     parts, mask = inputs(randn, 2, groups, length, keys, batch=1), make_mask(1, length, keys, generator)
-    assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, causal=causal), parts)
-    assert torch.autograd.gradgradcheck(lambda *x: attention(*x, mask=mask, causal=causal), parts, gen_non_contig_grad_outputs=False)
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, mask=mask, causal=causal), parts, fast_mode=True)
+    assert torch.autograd.gradgradcheck(lambda *x: attention(*x, mask=mask, causal=causal), parts, fast_mode=True)
 
 
 def test_scale_multiplies_the_logits(randn):

@@ -158,7 +158,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for form in FORMS:
             mine = [row for row in rows if row["form"] == form and "MiB" in row]
             axes.plot([row["length"] for row in mine], [row["MiB"] for row in mine], marker="o", label=form)
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB above the inputs, forward to double backward")
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="peak MiB above the inputs")
         axes.set_xticks([row["length"] for row in rows if row["form"] == EAGER], [str(row["length"]) for row in rows if row["form"] == EAGER])
         axes.minorticks_off()
         axes.legend()

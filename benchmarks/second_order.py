@@ -9,7 +9,7 @@ Runs, all of the same decoder (4 layers, width 128, 8 slots) on the same random 
     sweep of plain parts    attention and pointwise parts in plain torch, the reverse sweep
     eager unrolled          the same parts, every step in one graph: the usual way
     SDPA math               the same with torch's scaled_dot_product_attention, whose only kernel with a double backward is MATH
-    checkpointed blocks     eager unrolled, each block of the decoder a torch checkpoint (torch refuses one of a whole step, which differentiates inside)
+    checkpointed blocks     eager unrolled, each block of the decoder a torch checkpoint (torch refuses one of a whole step: it differentiates inside)
     write                   no meta-gradient: the K steps alone, under no_grad
 
 Each measurement is a forked process of its own, and the runs of one size take turns. Peak is the highest resident set above the one before the work.

@@ -18,6 +18,8 @@ from graven.errors import SpecError
 from graven.ops.attention import attention
 from graven.ops.pointwise import rms_norm, rotate, swiglu
 
+EPSILON = 1e-6  # under the root of a norm
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
@@ -94,8 +96,11 @@ class SwiGLU(nn.Module):
 class RMSNorm(nn.RMSNorm):
     """Torch's, with a second derivative that saves less."""
 
+    def __init__(self, width: int):
+        super().__init__(width, eps=EPSILON)
+
     def forward(self, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-        return rms_norm(x, self.weight, epsilon=self.eps)
+        return rms_norm(x, self.weight, epsilon=EPSILON)
 
 
 class Block(nn.Module):
@@ -103,9 +108,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: DecoderSpec):
         super().__init__()
-        self.attention_norm = RMSNorm(spec.width, eps=1e-6)
+        self.attention_norm = RMSNorm(spec.width)
         self.attention = Attention(spec)
-        self.feed_norm = RMSNorm(spec.width, eps=1e-6)
+        self.feed_norm = RMSNorm(spec.width)
         self.feed = SwiGLU(spec.width, spec.hidden)
 
     def forward(self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Float[Tensor, "B T D"]:
@@ -126,7 +131,7 @@ class Decoder(nn.Module):
         self.convolution = nn.Conv1d(spec.width, spec.width, spec.convolution, groups=spec.width) if spec.convolution else None
         blocks = [Block(spec) for _ in range(spec.layers)]
         self.blocks = nn.ModuleList(blocks)
-        self.norm = RMSNorm(spec.width, eps=1e-6)
+        self.norm = RMSNorm(spec.width)
         self.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -31,6 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from matplotlib.ticker import LogLocator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -205,9 +206,10 @@ def report(rows: list[dict[str, Any]]) -> None:
                 of_run = [row for row in here if row["run"] == name]
                 panel.plot([row["K"] for row in of_run], [row["peak_mib"] for row in of_run], "o-", ms=3, label=name, **style)
             panel.set(xlabel="write steps K", ylabel="peak memory, MiB", yscale="log", title=f"T = {length}, batch {batch}", xticks=(1, 2, 5, 10))
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             panel.yaxis.set_major_formatter("{x:.0f}")
-            panel.yaxis.set_minor_formatter("{x:.0f}")
-        axes[0].legend(frameon=False, fontsize=8, loc="upper left")
+            panel.yaxis.set_minor_formatter("")
+        axes[0].legend(frameon=False, fontsize=7, loc="upper left")
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ The tree, with the built-in class that each also is:
     |-- MismatchError      ValueError    a memory and a model that do not belong together
     |-- MemoryFileError    ValueError    a file that is not a whole, readable memory
     |-- LayerFileError     ValueError    a file that is not a whole, readable layer or teacher
+    |-- OrderError         RuntimeError  a derivative of an order that an operation does not have
     `-- OutputError        OSError       a result that cannot be written where it was asked for
 """
 
@@ -46,6 +47,10 @@ class MemoryFileError(GravenError, ValueError):
 
 class LayerFileError(GravenError, ValueError):
     """A file is not a whole, readable layer or teacher."""
+
+
+class OrderError(GravenError, RuntimeError):
+    """A derivative of an order is asked for that an operation does not have, or would leave out without a word."""
 
 
 class OutputError(GravenError, OSError):

@@ -8,7 +8,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graven.errors import SpecError
-from graven.layers.decoder import Decoder, DecoderSpec, angles, rotate
+from graven.layers.decoder import Decoder, DecoderSpec, angles
+from graven.ops.pointwise import rotate
 
 SPEC = DecoderSpec(vocabulary=19, width=16, layers=2, heads=4, key_value_heads=2, hidden=24)
 PEER = 1e-5  # float32: the same sums in another order, two layers deep

@@ -15,6 +15,7 @@ VOCABULARY, WIDTH, SLOTS, RATE = 11, 8, 3, 0.2
 DECODER = DecoderSpec(vocabulary=VOCABULARY, width=WIDTH, layers=2, heads=2, key_value_heads=1, hidden=12, convolution=2)
 ROUNDING = 1e-12  # float64: the same sums in another order
 STEP = 1e-5  # of a central difference: its error falls with the square, about 1e-10, and rounding stays below that
+SINGLE = 2e-5  # float32, of the norm of a gradient
 DIFFERENCE = 1e-7  # allowed between a derivative and a central difference
 
 
@@ -53,9 +54,9 @@ def losses(memory, state, ids, *, weight=None):
 def unrolled(memory, ids, *, steps, clip=None, weight=None):
     """K gradient steps from the start, kept whole for a backward pass unless the memory's order says otherwise."""
     state = memory.initial.expand(len(ids), -1, -1)
-    for _ in range(steps):
+    for k in range(steps):
         (gradient,) = torch.autograd.grad(losses(memory, state, ids, weight=weight).sum(), state, create_graph=True)
-        if memory.spec.order == "first":
+        if memory.spec.order == "first" or (memory.spec.last is not None and k < steps - memory.spec.last):
             gradient = gradient.detach()
         if clip is not None:
             norms = [row.square().sum().sqrt() for row in gradient]
@@ -178,7 +179,7 @@ def test_counted_tokens_move_with_their_tokens_when_padding_stands_before_them(m
 # Training through the write
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("steps", [1, 2, 5])
 @pytest.mark.parametrize("order", ["second", "first"])
 @pytest.mark.parametrize(
     "settings",
@@ -200,6 +201,35 @@ def test_the_meta_gradient_equals_that_of_the_unrolled_write(settings, order, st
     expected = gradients(memory, read_loss(memory, unrolled(memory, ids, steps=steps, clip=clip), ids))
     assert_equal(got, expected)
     assert got["initial"].any()
+
+
+@pytest.mark.parametrize("settings", [{"last": 1}, {"last": 2, "keep": 0}, {"keep": 5}, {"rows": 1}, {"rows": 2, "keep": 3, "last": 3}])
+@pytest.mark.parametrize("rule", [SGD(rate=RATE, settle=0.5, learn="coordinate"), SGD(rate=RATE, clip=0.05)], ids=["settle", "clip"])
+def test_what_stays_in_memory_and_where_second_order_begins_change_nothing_else(rule, settings, make, ids):
+    memory = make(rule=rule, write_head=True, control=1, projection=True, **{"steps": 5, **settings})
+    got = gradients(memory, read_loss(memory, memory.write(memory.start(3), full(ids)), ids))
+    assert_equal(got, gradients(memory, read_loss(memory, unrolled(memory, ids, steps=5, clip=rule.clip), ids)))
+    assert got["initial"].any()
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_in_float32_the_meta_gradient_stays_close_to_that_of_the_unrolled_write(steps, make, ids):
+    memory = make(write_head=True).float()
+    got = gradients(memory, read_loss(memory, memory.write(memory.start(3), full(ids), steps=steps), ids))
+    expected = gradients(memory, read_loss(memory, unrolled(memory, ids, steps=steps), ids))
+    for name, value in expected.items():
+        assert (got[name] - value).norm() <= SINGLE * value.norm(), name
+
+
+def test_a_model_with_dropout_is_trained_through_the_masks_that_its_write_drew(make, ids):
+    memory = make(steps=3)
+    for block in memory.model.decoder.blocks:
+        block.feed.down.register_forward_hook(lambda module, _, out: torch.nn.functional.dropout(out, 0.3, module.training))
+    found = []
+    for write in (lambda: memory.write(memory.start(3), full(ids)), lambda: unrolled(memory, ids, steps=3)):
+        torch.manual_seed(3)
+        found.append(gradients(memory, read_loss(memory, write(), ids)))
+    assert_equal(*found)
 
 
 def test_second_and_first_order_differ_in_the_gradient_and_not_in_the_value(make, ids):
@@ -359,6 +389,10 @@ def test_a_float64_model_stays_float64_from_start_to_loss(make, ids):
     [
         ({"slots": 0}, "`slots` is 0; it must be at least 1."),
         ({"steps": -1}, "`steps` is -1; it must be at least 0."),
+        ({"last": 0}, "`last` is 0; it must be at least 1."),
+        ({"keep": -1}, "`keep` is -1; it must be at least 0."),
+        ({"rows": 0}, "`rows` is 0; it must be at least 1."),
+        ({"last": 1, "order": "first"}, '`last` is 1 and `order` is "first"; only second order can be cut short. Leave `last` out.'),
         ({"control": -1}, "`control` is -1; it must be at least 0."),
         ({"rule": SGD(rate=0.0)}, "`rate` is 0.0; it must be above 0."),
         ({"rule": Adam(rate=float("nan")), "order": "none"}, "`rate` is nan; it must be above 0."),

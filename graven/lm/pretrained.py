@@ -23,7 +23,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from graven.errors import ModelError, TextError
+from graven.layers.transformers import OURS, counted, register_attention
 from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, without_state
+from graven.ops.second_order import check_twice_differentiable
 from graven.shapes import check
 from graven.tasks.base import Tokens, rows_at
 
@@ -57,6 +59,8 @@ class Pretrained(nn.Module):
         # The model's own settings (sampling, penalties) would fill whatever a call leaves open; graven reads the most probable text.
         model.generation_config = library().GenerationConfig()
         self.eval()  # the wrapper and all inside; dropout would make every probe fail
+        if model.config._attn_implementation == OURS:
+            self._probe_attention()
         self._probe()
 
     def __str__(self) -> str:
@@ -75,10 +79,16 @@ class Pretrained(nn.Module):
 
     @property
     def twice_differentiable(self) -> bool:
-        """Found by trying, because it depends on the machine as well: the fused attention kernels have no second derivative."""
+        """Found by trying, because it depends on the machine as well: the fused attention kernels have no second derivative.
+
+        Raises:
+            OrderError: There is an operation in the model that could drop a part of a second derivative without a word.
+        """
         x = self.model.get_input_embeddings()(torch.arange(4, device=self.model.device)[None]).detach().requires_grad_()
         with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(self.hidden(x).square().sum(), x, create_graph=True)
+            loss = self.hidden(x).square().sum()
+            check_twice_differentiable(loss, [x])
+            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
             try:
                 torch.autograd.grad(gradient.square().sum(), x)
             except RuntimeError as error:
@@ -181,6 +191,35 @@ class Pretrained(nn.Module):
             return not torch.equal(self._run(x, close), self._run(x, 2 * close))
 
     @torch.no_grad()
+    def _probe_attention(self) -> None:
+        """Some architectures never ask for the attention that was set, or give it something else to do than their own does."""
+        ids = torch.arange(min(12, self.vocabulary), device=self.model.device).repeat(2, 1)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        calls: list[str] = []
+        try:
+            with counted(calls):
+                got = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            self.model.set_attn_implementation("eager")
+            expected = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            self.model.set_attn_implementation(OURS)
+        except (KeyError, AttributeError, RuntimeError, ValueError, TypeError) as error:
+            raise ModelError(f'{self} takes no attention from outside ({reason(error)}); load it with attention="eager".') from error
+        if not calls:
+            raise ModelError(f'{self} never calls the attention that it is given; load it with attention="eager".')
+        off = spread(got[mask.bool()], expected[mask.bool()])
+        if not off <= self._tolerance:
+            raise ModelError(
+                f"{self} computes something else with graven's attention than with its own (off by {off:.2g} standard deviations); "
+                'load it with attention="eager".'
+            )
+
+    @property
+    def _tolerance(self) -> float:
+        """Of a probe, in standard deviations."""
+        return 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
+
+    @torch.no_grad()
     def _probe(self) -> None:
         ids = torch.randint(self.vocabulary, (1, 12), generator=torch.Generator().manual_seed(0)).to(self.model.device)
         expected = self.model(input_ids=ids, use_cache=False).logits
@@ -194,29 +233,31 @@ class Pretrained(nn.Module):
                 f"{self} does not run from embeddings ({reason(error)}), so memory vectors cannot reach it. Use another model."
             ) from error
         foreign = "scales or augments its embeddings inside, so memory vectors would not mean to it what tokens do"
-        tolerance = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
         for got, wanted, fault in (
             (whole, expected, foreign),
             (ours, expected, "has a head that graven does not know, so its hidden states cannot be turned into logits"),
             (start, hidden[:, :6], "lets a column see later ones, so nothing can be written or answered one token after another"),
         ):
-            if not (off := spread(got, wanted)) <= tolerance:
+            if not (off := spread(got, wanted)) <= self._tolerance:
                 raise ModelError(f"{self} {fault} (a probe is off by {off:.2g} standard deviations). Use another model.")
 
 
 def load_pretrained(
-    path: str, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32", attention: Literal["sdpa", "eager"] | None = None
+    path: str, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32", attention: Literal["sdpa", "eager", "graven"] | None = None
 ) -> Pretrained:
     """A model and its tokenizer from a directory, a GGUF file or a hub id; nothing of a model's own code is ever run.
 
     Args:
         path: Directory in the format of `save_pretrained`, a `.gguf` file (needs the packages gguf and accelerate), or a hub id.
         dtype: Of the weights.
-        attention: "eager" can be differentiated twice, which training through a write needs; the library's choice where left out.
+        attention: "graven" and "eager" can be differentiated twice, which training through a write needs. "graven" takes memory and time like a
+            fused kernel; "eager" is there for architectures that take no attention from outside. The library's choice where left out.
     Raises:
         ModelError: There is no such model, it is not whole, or the probe refused it.
     """
     where = place(path)
+    if attention == OURS:
+        register_attention()
     library().utils.logging.set_verbosity_error()
     library().utils.logging.disable_progress_bar()
     import_module("huggingface_hub.utils.logging").set_verbosity_error()  # five retries are told without it
@@ -242,6 +283,8 @@ def load_whole(path: str, **options: Any) -> Any:
         with quiet:
             model, report = library().AutoModelForCausalLM.from_pretrained(**options, output_loading_info=True, ignore_mismatched_sizes=True)
     except broken() as error:
+        if isinstance(error, KeyError) and error.args == (OURS,):  # an architecture with a table of attentions of its own
+            raise ModelError(f'{path} takes no attention from outside; load it with attention="eager".') from error
         raise ModelError(f"cannot load {path}: {reason(error)}.") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -293,7 +336,7 @@ def place(path: str) -> dict[str, Any]:
     return where
 
 
-def spread(got: Float[Tensor, "B T A"], expected: Float[Tensor, "B T A"]) -> float:
+def spread(got: Float[Tensor, "*B A"], expected: Float[Tensor, "*B A"]) -> float:
     """Largest difference, in standard deviations of what was expected."""
     return float((got.float() - expected.float()).abs().max() / expected.float().std().clamp(min=1e-6))
 

@@ -4,8 +4,8 @@
     M_(k+1)  = M_k - rate * grad L(M_k; C),   k = 0 .. K-1                        (write; weights as they are)
     f(Y | [M_K; Q])                                                               (read; the context is gone)
 
-Trained through its own steps: the read loss is differentiated with respect to the weights and to M_0, through the gradients of the write.
-This is the plain unrolled form: its memory grows with K.
+Trained through its own steps: the read loss is differentiated with respect to the weights and to M_0, through the gradients of the write, by the
+reverse sweep of `ops.inner_loop`: exactly, in memory that does not grow with K.
 
 Source: Kuratov et al. 2026, arXiv:2603.13875v2, equations 5 to 8. Differs: the loss is a mean, as in the authors' code, not the paper's sum.
 """
@@ -21,6 +21,8 @@ from torch.nn import functional as F
 
 from graven.errors import ModelError, SpecError
 from graven.lm.base import Continuation, LanguageModel, greedy
+from graven.ops.inner_loop import Tensors, descend
+from graven.ops.pointwise import cross_entropy
 from graven.shapes import check
 from graven.tasks.base import Tokens, front
 
@@ -68,6 +70,9 @@ class GradMemSpec:
         steps: Gradient steps of a write, K, where a write names no other number.
         rule: How a gradient becomes a step.
         order: What training sees of the steps: "second" everything; "first" the steps, with their gradients held constant; "none" nothing.
+        last: Second order for so many last steps, first order for those before; for all where left out.
+        keep: Steps whose graph stays in memory from a write to its backward pass; with K or more nothing is computed twice.
+        rows: Contexts whose graph of a step is in memory at once; all where left out.
         write_head: Reconstruct through a head of its own, a copy of the model's at the start.
         control: Learned vectors on either side of the memory, other ones for writing than for reading.
         projection: A learned linear map, the identity at the start, between the state and the model.
@@ -81,14 +86,18 @@ class GradMemSpec:
     steps: int
     rule: SGD | Adam = SGD()
     order: Literal["second", "first", "none"] = "second"
+    last: int | None = None
+    keep: int = 1
+    rows: int | None = None
     write_head: bool = False
     control: int = 0
     projection: bool = False
     start: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, least in (("slots", self.slots, 1), ("steps", self.steps, 0), ("control", self.control, 0)):
-            if value < least:
+        for name, least in {"slots": 1, "steps": 0, "control": 0, "last": 1, "keep": 0, "rows": 1}.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise SpecError(f"`{name}` is {value}; it must be at least {least}.")
         if not self.start > 0:  # zeros are NaN behind a first RMSNorm
             raise SpecError(f"`start` is {self.start}; it must be above 0.")
@@ -99,6 +108,8 @@ class GradMemSpec:
             raise SpecError(f"`settle` is {self.rule.settle}; it must be above 0 and at most 1, which is a constant rate.")
         if self.order not in ("second", "first", "none"):
             raise SpecError(f'`order` is {self.order!r}; it must be "second", "first" or "none".')
+        if self.last is not None and self.order != "second":
+            raise SpecError(f'`last` is {self.last} and `order` is "{self.order}"; only second order can be cut short. Leave `last` out.')
         if isinstance(self.rule, SGD) and self.rule.learn not in ("no", "scalar", "coordinate"):
             raise SpecError(f'`learn` is {self.rule.learn!r}; it must be "no", "scalar" or "coordinate".')
         if isinstance(self.rule, SGD) and self.rule.learn != "no" and self.order == "none":
@@ -206,6 +217,8 @@ class GradMem(nn.Module):
         if steps < 0:
             raise SpecError(f"`steps` is {steps}; it must be at least 0.")
         prepared = self.prepare(state, context, counted=counted)
+        if self.spec.order != "none" and torch.is_grad_enabled():
+            return self._trained_write(state, prepared, steps)
         moments = None
         for taken in range(steps):
             step = self.step(state, prepared, moments, taken=taken)
@@ -270,11 +283,30 @@ class GradMem(nn.Module):
         state, moments = self._update(state, gradient, moments, taken)
         return Step(loss.detach(), losses.detach(), hits, state, moments)
 
+    def _trained_write(self, state: Float[Tensor, "B M D"], context: Prepared, steps: int) -> Float[Tensor, "B M D"]:
+        """The same steps, as one node of the graph of whatever is trained through them."""
+        second = 0 if self.spec.order == "first" else self.spec.last
+        tokens = context.tokens
+
+        def loss(variables: Tensors, inputs: Tensors) -> Tensor:
+            embedded, weight, ids, mask = inputs
+            losses, _ = self._reconstruct(variables[0], Prepared(Tokens(ids, mask), embedded, weight))
+            return losses * weight
+
+        def update(taken: int, variables: Tensors, gradients: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
+            return (self._update(variables[0], gradients[0], None, taken)[0],), ()
+
+        inputs, leaves = (context.embedded, context.weight, tokens.ids, tokens.mask), list(self.parameters())
+        (state,), _ = descend(
+            (state,), loss, update, steps=steps, parameters=leaves, inputs=inputs, second=second, keep=self.spec.keep, rows=self.spec.rows
+        )
+        return state
+
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
         logits = self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
         ids, mask = context.tokens.ids, context.tokens.mask
-        losses = F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="none").view(ids.shape)
+        losses = cross_entropy(logits.flatten(0, 1), ids.flatten()).view(ids.shape)
         return losses * mask, (logits.argmax(-1) == ids) & mask
 
     def _write_logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:

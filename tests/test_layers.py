@@ -28,11 +28,12 @@ LAYER = {
     "measure": 6,
     "engrave": 6,
     "train": 7,
-    "model": 8,
+    "models": 8,
     "run": 8,
-    "demo": 9,
-    "cli": 10,
-    "server": 10,
+    "model": 9,
+    "demo": 10,
+    "cli": 11,
+    "server": 11,
 }
 FILES = sorted(str(path.relative_to(PACKAGE.parent).with_suffix("")).replace("/", ".") for path in PACKAGE.rglob("*.py"))
 PACKAGES = [name for name in FILES if name.endswith(".__init__")]

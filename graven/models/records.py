@@ -1,0 +1,106 @@
+"""A meta-trained memory that answers records by key."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from graven.engrave import engrave
+from graven.errors import SpecError
+from graven.lm.base import Continuation
+from graven.memory.file import Memory
+from graven.models.base import Answer, ProgressCall, Recital, ask_pages, check_numbers, cut, key_hash, memory_of, recited_pages
+from graven.tasks.base import Tokens
+from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
+from graven.train import Trained
+
+
+class RecordsModel:
+    """A meta-trained memory that takes one `key:value` a line and answers by key.
+
+    Args:
+        trained: The checkpoint.
+        slots: Refused where it differs from what the checkpoint was trained with.
+    """
+
+    kind = "records"
+
+    def __init__(self, trained: Trained, *, slots: int | None = None):
+        self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
+        self.size = sum(weight.numel() for weight in self.memory.parameters())
+        self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
+        if slots not in (None, self.memory.spec.slots):
+            raise SpecError(f"`slots` is {slots} and {self.name} was trained with {self.memory.spec.slots}; leave `slots` out.")
+
+    def write(
+        self,
+        text: str,
+        *,
+        steps: int | None = None,
+        rate: float | None = None,
+        seed: int = 0,
+        deadline: float | None = None,
+        progress: ProgressCall | None = None,
+    ) -> Memory:
+        """Write `key:value` lines. The start state is learned, so every seed gives the same bits.
+
+        Raises:
+            TextError: A line is no record of the model's lengths and alphabet, or repeats a key.
+            SpecError: `rate` is given: it was trained, and no other means anything here.
+        """
+        if rate is not None:
+            raise SpecError(f"`rate` is {rate} and that of {self.name} was fixed by its training; leave it out.")
+        steps = self.memory.spec.steps if steps is None else steps
+        check_numbers(steps=steps, seed=seed, deadline=deadline)
+        pairs = parse_records(text, self.task)
+        pages = cut(pairs, self.pairs_a_page)
+        context = Tokens.of([self._context(page) for page in pages])
+        keys = [tuple(sorted(key_hash(key) for key, _ in page)) for page in pages]
+        done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
+        found = self._values(done.state, [key for key, _ in pairs], keys=keys, most=self.task.value_length + 1)
+        answered = sum(text_of(best.tokens, self.task) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
+        return memory_of(
+            done, context, model=self.memory.model, kind="records", rule=repr(self.memory.spec.rule), seed=seed, lossless=True,
+            records=len(pairs), answered=answered, keys=keys,
+        )  # fmt: skip
+
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+        """The value of one key. `ab`, `ab:` and `?!ab:` are the same query.
+
+        Raises:
+            MismatchError: The memory was written with another model.
+            TextError: The query is no key of the model's length and alphabet.
+        """
+        return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
+
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+        """The values of several keys; a key of none of the records gets the most probable guess, and `known` is False."""
+        memory.belongs_to(self.memory.model)
+        most = self.task.value_length + 1 if max_tokens is None else max_tokens
+        asked, held = [key_of(query, self.task) for query in queries], [page.keys for page in memory.about.pages]
+        return [
+            Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page, known=key_hash(key) in held[page])
+            for query, key, (page, best) in zip(queries, asked, self._values(memory.state, asked, keys=held, most=most), strict=True)
+        ]
+
+    def recite(self, memory: Memory) -> Recital:
+        """The records that the write head reproduces, one a line; where they are not the ones that were written, with all their marks.
+
+        Training asks for values, so keys are hardly among what a memory keeps.
+        """
+        memory.belongs_to(self.memory.model)
+        rows, exact = recited_pages(self.memory, memory)
+        text = "\n".join(text_of(row, self.task) for row in rows)
+        return Recital(text.replace("!!", "\n").strip("!").replace("!\n!", "\n") if exact else text, exact, sum(map(len, rows)))
+
+    def _values(
+        self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
+    ) -> list[tuple[int, Continuation]]:
+        mark = self.task.mark
+        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(asked).tolist()] if asked else []
+        where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
+        return ask_pages(self.memory, state, rows, where=where, most=most, stop={mark("!"), mark("|")})
+
+    def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
+        keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])
+        return self.task.episode(keys[None], values[None]).context.row(0)

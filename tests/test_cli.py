@@ -410,7 +410,7 @@ def test_inspect_shows_everything_and_needs_no_model(run, memory, text, monkeypa
     for name, kind, tokens in ((memory, "records", 56), (text, "text", 6)):
         code, out, err = run("inspect", name)
         assert (code, err) == (0, "")
-        assert out.startswith(f"kind            {kind}, format 1\n")
+        assert out.startswith(f"kind            {kind}, format 2\n")
         assert out.endswith("A memory can reproduce its text by design: keep this file as you would keep the text.\n")
         loaded = Memory.load(name)
         code, facts, err = only_object(run("inspect", name, "--json"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from graven.engrave import Engraved
 from graven.errors import SpecError
 from graven.lm.base import Continuation, LanguageModel, digest
-from graven.memory.file import About, Base, Memory, Page
+from graven.memory.file import About, Agreement, Base, Memory, Page
 from graven.memory.gradient import GradMem
 from graven.tasks.base import Tokens
 
@@ -171,6 +171,10 @@ def memory_of(
     records: int | None = None,
     answered: int | None = None,
     keys: Sequence[tuple[int, ...]] | None = None,
+    objective: str = "reconstruct",
+    chat: bool = False,
+    before: Sequence[int] = (),
+    agreement: Agreement | None = None,
 ) -> Memory:
     """A memory file's worth of what a write gave."""
     rows = [context.row(i) for i in range(len(context.ids))]
@@ -192,6 +196,10 @@ def memory_of(
         answered=answered,
         seed=seed,
         seconds=done.seconds,
+        objective=objective,
+        chat=chat,
+        before=tuple(before),
+        agreement=agreement,
         versions=(f"graven {version('graven')}", f"torch {torch.__version__}", f"python {platform.python_version()}"),
     )
     return Memory(done.state.float().contiguous(), about)

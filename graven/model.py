@@ -7,8 +7,9 @@ A `TextModel` is any frozen causal language model; it takes any text and learns 
 import os
 from pathlib import Path
 
+from graven.answer import Answer
 from graven.lm.pretrained import load_pretrained
-from graven.models.base import Answer, Model, Recital, check_numbers, cut
+from graven.models.base import Model, Recital, check_numbers, cut
 from graven.models.records import RecordsModel
 from graven.models.text import PAGE_TOKENS, TextModel
 from graven.train import load_trained

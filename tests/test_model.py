@@ -361,7 +361,7 @@ def test_the_same_query_twice_has_the_same_answer(kind):
 def test_more_queries_than_are_run_at_once_are_all_answered_in_order(kind, monkeypatch):
     model, _, memory, queries = kind
     plain = model.ask_many(memory, queries)
-    monkeypatch.setattr("graven.models.base.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("graven.answer.ROWS_AT_ONCE", 3)
     assert [(a.query, a.text) for a in model.ask_many(memory, queries)] == [(a.query, a.text) for a in plain]
 
 

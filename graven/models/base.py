@@ -2,47 +2,25 @@
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import pairwise
-from statistics import fmean
 from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
+from graven.answer import Answer
+from graven.decoding import GREEDY, Decoding
 from graven.engrave import Engraved
 from graven.errors import SpecError
-from graven.lm.base import Continuation, LanguageModel, digest
+from graven.lm.base import LanguageModel, digest
 from graven.memory.file import About, Agreement, Base, Memory, Page
 from graven.memory.gradient import GradMem
 from graven.tasks.base import Tokens
 
-ROWS_AT_ONCE = 64
-
 T = TypeVar("T")
 ProgressCall = Callable[[int, float, float], None]
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a model said from memory.
-
-    Args:
-        query: What was asked.
-        text: The most probable continuation.
-        log_probability: Natural logarithm of its probability, its end included.
-        page: Page of the memory that it came from, counted from 0.
-        known: False where the memory holds records and the query is none of their keys: the text is then a guess.
-    """
-
-    query: str
-    text: str
-    log_probability: float
-    page: int = 0
-    known: bool = True
 
 
 @dataclass(frozen=True)
@@ -81,12 +59,16 @@ class Model(Protocol):
         """A memory of the text."""
         ...
 
-    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Answer:
         """The answer to one query."""
         ...
 
-    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> list[Answer]:
         """The answers to several queries, the same as one by one."""
+        ...
+
+    def stream(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Generator[str, None, Answer]:
+        """The answer to one query in pieces, as they come; the `Answer` is what the generator returns."""
         ...
 
     def recite(self, memory: Memory) -> Recital:
@@ -117,29 +99,6 @@ def check_numbers(*, steps: int, seed: int, deadline: float | None) -> None:
         raise SpecError(f"`seed` is {seed}; it must be at least 0 and below 2^63.")
     if deadline is not None and not deadline >= 0:
         raise SpecError(f"`deadline` is {deadline} seconds; it must be at least 0, which gives the start state.")
-
-
-def ask_pages(
-    memory: GradMem,
-    state: Float[Tensor, "P M D"],
-    queries: Sequence[Sequence[int]],
-    *,
-    where: Sequence[int | None],
-    most: int,
-    stop: set[int] | frozenset[int],
-) -> list[tuple[int, Continuation]]:
-    """Page and answer of each query: that of the page it is known to be on, or of all pages the answer most probable for each of its tokens."""
-    if most < 1:
-        raise SpecError(f"`max_tokens` is {most}; it must be at least 1.")
-    found: list[list[tuple[int, Continuation]]] = [[] for _ in queries]
-    for page, slots in enumerate(state):
-        asked = [i for i, known in enumerate(where) if known in (None, page)]
-        for first in range(0, len(asked), ROWS_AT_ONCE):
-            part = asked[first : first + ROWS_AT_ONCE]
-            answers = memory.answer(slots.expand(len(part), -1, -1), Tokens.of([queries[i] for i in part]), most=most, stop=stop)
-            for i, answer in zip(part, answers, strict=True):
-                found[i].append((page, answer))
-    return [max(answers, key=lambda answer: fmean(answer[1].log_probabilities)) for answers in found]
 
 
 def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bool]:

@@ -1,15 +1,17 @@
 """A meta-trained memory that answers records by key."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
 
+from graven.answer import Answer, ask_pages, at_least_one
+from graven.decoding import GREEDY, Decoding
 from graven.engrave import engrave
 from graven.errors import SpecError
 from graven.lm.base import Continuation
 from graven.memory.file import Memory
-from graven.models.base import Answer, ProgressCall, Recital, ask_pages, check_numbers, cut, key_hash, memory_of, recited_pages
+from graven.models.base import ProgressCall, Recital, check_numbers, cut, key_hash, memory_of, recited_pages
 from graven.tasks.base import Tokens
 from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
 from graven.train import Trained
@@ -64,24 +66,37 @@ class RecordsModel:
             records=len(pairs), answered=answered, keys=keys,
         )  # fmt: skip
 
-    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Answer:
         """The value of one key. `ab`, `ab:` and `?!ab:` are the same query.
 
         Raises:
             MismatchError: The memory was written with another model.
             TextError: The query is no key of the model's length and alphabet.
+            SpecError: `decoding` is given: it was trained to give the most probable value.
         """
-        return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
+        return self.ask_many(memory, [query], max_tokens=max_tokens, decoding=decoding)[0]
 
-    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> list[Answer]:
         """The values of several keys; a key of none of the records gets the most probable guess, and `known` is False."""
+        if decoding != GREEDY:
+            raise SpecError(f"{self.name} answers a key with its most probable value and in no other way; leave the settings of decoding out.")
         memory.belongs_to(self.memory.model)
-        most = self.task.value_length + 1 if max_tokens is None else max_tokens
+        most = self.task.value_length + 1 if max_tokens is None else at_least_one(max_tokens)
         asked, held = [key_of(query, self.task) for query in queries], [page.keys for page in memory.about.pages]
         return [
             Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page, known=key_hash(key) in held[page])
             for query, key, (page, best) in zip(queries, asked, self._values(memory.state, asked, keys=held, most=most), strict=True)
         ]
+
+    def stream(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Generator[str, None, Answer]:
+        """The value of one key, in one piece."""
+        answer = self.ask(memory, query, max_tokens=max_tokens, decoding=decoding)
+
+        def pieces() -> Generator[str, None, Answer]:
+            yield answer.text
+            return answer
+
+        return pieces()
 
     def recite(self, memory: Memory) -> Recital:
         """The records that the write head reproduces, one a line; where they are not the ones that were written, with all their marks.
@@ -99,7 +114,7 @@ class RecordsModel:
         mark = self.task.mark
         rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(asked).tolist()] if asked else []
         where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
-        return ask_pages(self.memory, state, rows, where=where, most=most, stop={mark("!"), mark("|")})
+        return ask_pages(lambda slots, query: self.memory.answer(slots, query, most=most, stop={mark("!"), mark("|")}), state, rows, where=where)
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])

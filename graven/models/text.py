@@ -1,14 +1,16 @@
 """A frozen causal language model that learns to recite a text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+from graven.answer import Answer, Reader, encode
+from graven.decoding import GREEDY, Decoding
 from graven.engrave import engrave
 from graven.errors import SpecError, TextError
 from graven.lm.pretrained import Pretrained
 from graven.memory.file import Memory
 from graven.memory.gradient import Adam, GradMem, GradMemSpec
-from graven.models.base import Answer, ProgressCall, Recital, ask_pages, check_numbers, cut, memory_of, recited_pages
+from graven.models.base import ProgressCall, Recital, check_numbers, cut, memory_of, recited_pages
 from graven.tasks.base import Tokens
 
 PAGE_TOKENS = 64  # a longer text is cut: beyond this the steps to an exact copy grow faster than the text (docs/log.md)
@@ -16,7 +18,6 @@ TOKENS_A_SLOT = 8
 TEXT_STEPS = 1000
 TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
 TEXT_START = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
-ANSWER_TOKENS = 64
 
 
 class TextModel:
@@ -78,25 +79,33 @@ class TextModel:
         done = engrave(memory, pages, steps=steps, until_exact=steps > 0, deadline=deadline, progress=progress)
         return memory_of(done, pages, model=self.model, kind="text", rule=repr(rule), seed=seed, lossless=self.model.decode(ids) == text)
 
-    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None) -> Answer:
-        """The most probable continuation of the query behind the memory.
+    def ask(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Answer:
+        """The most probable continuation of the query behind the memory, or one that is chosen in another way.
 
+        Args:
+            memory: Written by this model.
+            query: Any text.
+            max_tokens: Most tokens of the answer; 64, or as many as the model has room for.
+            decoding: How to choose.
         Raises:
             MismatchError: The memory was written with another model.
             TextError: Memory, query and answer do not fit the model's positions.
+            SpecError: A setting is out of range, or several answers are asked for.
         """
-        return self.ask_many(memory, [query], max_tokens=max_tokens)[0]
+        if decoding.count > 1:
+            raise SpecError(f"`count` is {decoding.count} and `ask` gives one answer; use `ask_many`.")
+        return self.ask_many(memory, [query], max_tokens=max_tokens, decoding=decoding)[0]
 
-    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None) -> list[Answer]:
-        """The continuations of several queries. With several pages, each is asked and the most probable answer (a token) is given."""
-        memory.belongs_to(self.model)
-        rows = [self._encode(query, what="the query") for query in queries]
-        most = self._most(memory, rows, max_tokens)
-        found = ask_pages(self._reader(memory), memory.state, rows, where=[None] * len(rows), most=most, stop=self.model.stop)
-        return [
-            Answer(query, self.model.decode(best.tokens), sum(best.log_probabilities), page)
-            for query, (page, best) in zip(queries, found, strict=True)
-        ]
+    def ask_many(self, memory: Memory, queries: Sequence[str], *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> list[Answer]:
+        """The answers to several queries, `decoding.count` each, side by side, the same as one by one.
+
+        With several pages, each is asked and the most probable answer (a token) is given.
+        """
+        return Reader(self.model, memory).answers(queries, max_tokens=max_tokens, decoding=decoding)
+
+    def stream(self, memory: Memory, query: str, *, max_tokens: int | None = None, decoding: Decoding = GREEDY) -> Generator[str, None, Answer]:
+        """The answer of `ask` in pieces, as they come; what the generator returns at its end is the `Answer`."""
+        return Reader(self.model, memory).stream(query, max_tokens=max_tokens, decoding=decoding)
 
     def recite(self, memory: Memory) -> Recital:
         """The text that the model reproduces, page after page."""
@@ -108,21 +117,4 @@ class TextModel:
         return GradMem(self.model, GradMemSpec(slots=memory.about.slots, steps=0, rule=Adam(), order="none"))
 
     def _encode(self, text: str, *, what: str) -> list[int]:
-        half = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
-        if half is not None:
-            raise TextError(f"{what} has U+{ord(half):04X}, half of a surrogate pair, which is no character; give Unicode text.")
-        return self.model.encode(text)
-
-    def _most(self, memory: Memory, rows: Sequence[Sequence[int]], asked: int | None) -> int:
-        """Most tokens of an answer: those that were asked for, or as many of the default as the model has positions for."""
-        longest, room = max((len(row) for row in rows), default=0), self.model.positions
-        if room is None:
-            return ANSWER_TOKENS if asked is None else asked
-        left = room - memory.about.slots - longest
-        most = max(1, min(ANSWER_TOKENS, left)) if asked is None else asked
-        if most > left:
-            raise TextError(
-                f"{memory.about.slots} slots, a query of {longest} tokens and an answer of up to {most} make {memory.about.slots + longest + most}, "
-                f"and {self.name} has {room} positions; shorten the query or lower --max-tokens."
-            )
-        return most
+        return encode(self.model, text, what=what)

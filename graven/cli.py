@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +18,7 @@ from graven.errors import GravenError, Outcome, TextError
 if TYPE_CHECKING:
     from graven.memory.file import Memory
     from graven.model import Model
+    from graven.tasks.queries import Query
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -63,34 +65,44 @@ def write(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A UTF-8 text, or - for standard input.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
     model: ModelOption = None,
-    slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page; from the length of the text.")] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page, from the length of the text; 8 for a distilled one.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number, 1000 for a frozen one.")] = None,
     rate: Annotated[float | None, typer.Option(metavar="R", help="Step size for a frozen model, in spreads of its embeddings; 0.3.")] = None,
     deadline: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds and keep the best so far.")] = None,
     seed: Annotated[int, typer.Option(help="Of the start vectors.")] = 0,
+    objective: Annotated[
+        str | None, typer.Option(metavar="NAME", help="`reconstruct`, `continue`, `distill`, or a sum: reconstruct=1,continue=0.5. reconstruct.")
+    ] = None,
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What will be asked behind a distilled prompt; left out, the model asks itself.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The memory stands inside the user turn of the model's chat template.")] = False,
     json: JsonOption = False,
 ) -> int:
     """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
     from graven.memory.file import ensure_replaceable
+    from graven.written import Wish, facts_of, lines_of, shortfalls, written
 
     text = read_text(file)
+    wish = Wish(objective=objective, queries=None if queries is None else read_queries(queries), chat=chat)
     ensure_replaceable(out)
     with progress_bar("writing", quiet=json) as tick:
-        memory = open_model("records" if model is None else model, slots=slots).write(
-            text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick
+        done = written(
+            open_model("records" if model is None else model, slots=slots),
+            text,
+            wish,
+            steps=steps,
+            rate=rate,
+            seed=seed,
+            deadline=deadline,
+            progress=tick,
         )
-    memory.save(out)
-    about = memory.about
-    show(
-        {
-            "path": str(out), "kind": about.kind, "model": about.base.name, "tokens": about.tokens, "slots": about.slots, "pages": len(about.pages),
-            "bytes": memory.bytes, "steps": about.steps, "seconds": round(about.seconds, 3), "loss": list(about.losses),
-            "token_accuracy": about.token_accuracy, "recited_tokens": about.recited, "answered": about.answered, "outcome": about.outcome,
-        },
-        written_lines(memory, out),
-        as_json=json,
-    )  # fmt: skip
-    return write_verdict(memory)
+    done.memory.save(out)
+    show(facts_of(done, out), lines_of(done, out), as_json=json)
+    short, warnings = shortfalls(done)
+    for line in [*warnings, *short]:
+        note(line)
+    return 1 if short else 0
 
 
 @app.command()
@@ -185,6 +197,17 @@ def open_model(name: str, *, slots: int | None = None) -> "Model":
     return model
 
 
+def read_queries(path: Path) -> "list[Query]":
+    """Queries from a file: JSON lines where its name ends in .jsonl, else one a line.
+
+    Raises:
+        TextError: It cannot be read, or a line is no query.
+    """
+    from graven.tasks.queries import parse_queries
+
+    return parse_queries(read_text(str(path)), lines_of_json=path.suffix == ".jsonl")
+
+
 def read_text(name: str) -> str:
     """A UTF-8 text from a file or from standard input; a byte order mark is no part of it.
 
@@ -199,18 +222,6 @@ def read_text(name: str) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TextError(f"{name} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}); convert it first.") from error
-
-
-def written_lines(memory: "Memory", out: Path) -> list[str]:
-    """What a person wants to know of a write."""
-    about = memory.about
-    pages = "" if len(about.pages) == 1 else f"{len(about.pages)} pages of "
-    lines = [f"{out}: {about.tokens} tokens in {pages}{about.slots} vectors, {memory.bytes} bytes, {about.steps} steps, {about.seconds:.1f} s"]
-    if about.answered is not None:
-        lines.append(f"{about.answered} of {records_in(memory)} records answered from the memory alone")
-    else:
-        lines.append(f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})")
-    return lines
 
 
 def inspect_lines(memory: "Memory") -> list[str]:
@@ -237,21 +248,6 @@ def records_in(memory: "Memory") -> int:
     return memory.about.records or 0
 
 
-def write_verdict(memory: "Memory") -> int:
-    """Exit status of a write, with a line where it fell short."""
-    about = memory.about
-    if not about.lossless:
-        note("the tokenizer cannot spell this text exactly; what is recited will differ where it could not")
-    if about.answered is not None and about.steps and about.answered < records_in(memory):
-        note(f"{records_in(memory) - about.answered} records are not answered right; give a larger --steps, or write fewer records")
-        return 1
-    outcome = Outcome[about.outcome]
-    if outcome not in (Outcome.DONE, Outcome.EXACT):
-        note(outcome.value)
-        return 1
-    return 0
-
-
 def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     """One JSON object, or lines for a person."""
     say(json.dumps(facts) if as_json else "\n".join(lines))
@@ -276,12 +272,12 @@ def progress_bar(what: str, *, total: int | None = None, quiet: bool = False) ->
 
     bar = Progress(
         TextColumn("{task.description}"), TextColumn("step {task.completed}" + ("/{task.total}" if total else "")),
-        TextColumn("loss {task.fields[loss]:.3f}  right {task.fields[accuracy]:.1%}"), TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}{task.fields[right]}"), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty(),
     )  # fmt: skip
     with bar:
-        task = bar.add_task(what, total=total, loss=float("nan"), accuracy=0.0)
-        yield lambda step, loss, accuracy: bar.update(task, completed=step, loss=loss, accuracy=accuracy)
+        task = bar.add_task(what, total=total, loss=float("nan"), right="")
+        yield lambda step, loss, accuracy: bar.update(task, completed=step, loss=loss, right="" if isnan(accuracy) else f"  right {accuracy:.1%}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

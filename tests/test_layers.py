@@ -37,6 +37,7 @@ LAYER = {
     "run": 8,
     "model": 9,
     "demo": 10,
+    "written": 10,
     "cli": 11,
     "server": 11,
 }

@@ -25,7 +25,7 @@ EXACT = 1e-3  # of the largest hidden state; float32 leaves 1e-5, a forgotten st
 
 @dataclass(frozen=True)
 class Followed:
-    """The most probable continuation of one row, and the hidden states that predicted it.
+    """The continuation of one row, and the hidden states that predicted it.
 
     Args:
         tokens: What follows the row; the token that stopped it comes last.
@@ -67,12 +67,13 @@ class Prompted:
         return sum(part.numel() * part.element_size() for part in kept)
 
     @torch.no_grad()
-    def follow(self, rows: Sequence[Sequence[int]], *, most: int, stop: Collection[int]) -> list[Followed]:
+    def follow(self, rows: Sequence[Sequence[int]], *, most: int, stop: Collection[int], generator: torch.Generator | None = None) -> list[Followed]:
         """The most probable tokens behind the prompt and each row, at least one.
 
         Args:
             most: Most tokens, at least 1.
             stop: A row ends with the first of these.
+            generator: Tokens are drawn as probable as they are, where it is given.
         Raises:
             TextError: Prompt, row and continuation are more columns than the model takes.
         """
@@ -87,10 +88,10 @@ class Prompted:
         while order:
             group = [i for i in order[:ROWS_AT_ONCE] if len(rows[i]) == len(rows[order[0]])]
             order = order[len(group) :]
-            done |= zip(group, self._group([list(rows[i]) for i in group], most=most, stop=stop), strict=True)
+            done |= zip(group, self._group([list(rows[i]) for i in group], most=most, stop=stop, generator=generator), strict=True)
         return [done[i] for i in range(len(rows))]
 
-    def _group(self, rows: list[list[int]], *, most: int, stop: Collection[int]) -> list[Followed]:
+    def _group(self, rows: list[list[int]], *, most: int, stop: Collection[int], generator: torch.Generator | None) -> list[Followed]:
         """Rows of one length, side by side."""
         cache = copy.deepcopy(self.cache)
         if cache is not None:
@@ -107,7 +108,9 @@ class Prompted:
                 whole = [row + own for row, own in zip(rows, tokens, strict=True)]
                 last = self.model.hidden(torch.cat([self.prefix.expand(len(rows), -1, -1), self._embed(whole)], dim=1))[:, -1]
             hidden.append(last)
-            chosen = self.model.logits(last).argmax(-1).tolist()
+            logits = self.model.logits(last).float()
+            drawn = logits.argmax(-1) if generator is None else torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)[:, 0]
+            chosen = drawn.tolist()
             for row, token in zip(tokens, chosen, strict=True):
                 row.append(token)
             if all(any(token in stop for token in row) for row in tokens):

@@ -139,14 +139,12 @@ class Reader:
             SpecError: Beams or several answers are asked for, which do not come one token after another.
         """
         if decoding.beams > 1 or decoding.count > 1:
-            raise SpecError(
-                f"an answer comes token by token and {max(decoding.beams, decoding.count)} at once do not; leave `beams` and `count` out."
-            )
+            raise SpecError(f"`beams` is {decoding.beams} and `count` {decoding.count}; only one answer comes token by token, so leave both out.")
         rows = self.rows([query])
         return self._stream(query, rows, self.most(rows, max_tokens, decoding)[0], decoding)
 
     def _stream(self, query: str, rows: list[list[int]], most: int, decoding: Decoding) -> Generator[str, None, Answer]:
-        page = self._page(rows, most=most)[0]
+        page = self._page(rows, most=most, decoding=decoding)[0]
         said: list[Continuation] = []
         tokens: list[int] = []
         told = ""
@@ -169,7 +167,7 @@ class Reader:
         """Page and answers for each row. Where an answer is not greedy, the page is that of the greedy one."""
         if decoding.greedy:
             return [[said] for said in self._ask(rows, self._generate(most, decoding), where=[None] * len(rows))]
-        pages = self._page(rows, most=most)
+        pages = self._page(rows, most=most, decoding=decoding)
         found: list[list[Found]] = [[] for _ in rows]
         for page in sorted(set(pages)):
             asked = [i for i, at in enumerate(pages) if at == page]
@@ -222,11 +220,11 @@ class Reader:
         text, total = text_before(self.model.decode(said.tokens), decoding.stop), sum(said.log_probabilities)
         return Answer(query, text, total, page, without is None or gain(said, without) >= FOUND_GAIN, without)
 
-    def _page(self, rows: Sequence[Sequence[int]], *, most: int) -> list[int]:
+    def _page(self, rows: Sequence[Sequence[int]], *, most: int, decoding: Decoding) -> list[int]:
         """Page of the greedy answer to each row."""
         if len(self.prefixes) == 1:
             return [0] * len(rows)
-        return [page for page, _ in self._ask(rows, self._generate(most, GREEDY), where=[None] * len(rows))]
+        return [page for page, _ in self._ask(rows, self._generate(most, decoding.plain), where=[None] * len(rows))]
 
     def _ask(self, rows: Sequence[Sequence[int]], generate: Generate, *, where: Sequence[int | None]) -> list[Found]:
         return ask_pages(generate, self.prefixes, rows, where=where)

@@ -80,6 +80,11 @@ class Decoding:
         """Whether each token is the most probable one."""
         return not self.draws and self.beams == 1
 
+    @property
+    def plain(self) -> "Decoding":
+        """The greedy way that ends where this one does."""
+        return Decoding(min_tokens=self.min_tokens, stop=self.stop)
+
 
 GREEDY = Decoding()
 

@@ -29,7 +29,7 @@ from graven.tasks.base import Tokens
 
 ROWS_AT_ONCE = 8
 SAID_TOKENS = 16  # of each answer of the model that is matched, where no answers are given
-STEPS = 80
+STEPS = 60
 UNTIL = 0.01
 RATE = 0.1  # in standard deviations of the model's embeddings, a step; falls to nothing
 

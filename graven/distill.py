@@ -18,19 +18,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from graven.answer import encode
 from graven.engrave import Engraved, engraved_of, pursue
 from graven.errors import TextError
 from graven.lm.base import LanguageModel
 from graven.lm.cached import Followed, Prompted
+from graven.lm.chat import halves
+from graven.lm.pretrained import Pretrained
 from graven.memory.file import Agreement
 from graven.memory.gradient import Adam, GradMem, GradMemSpec, wide
 from graven.memory.objective import Objective, Predict, Weighted, distil, part_of, reconstruct, states_behind
 from graven.tasks.base import Tokens
+from graven.tasks.queries import Query
 
 ROWS_AT_ONCE = 8
+LEAST_QUERIES = 3
 SAID_TOKENS = 16  # of each answer of the model that is matched, where no answers are given
 STEPS = 60
 UNTIL = 0.01
+CONTROLS = ("no_prompt", "random", "reconstruct")
 RATE = 0.1  # in standard deviations of the model's embeddings, a step; falls to nothing
 
 T = TypeVar("T")
@@ -63,6 +69,7 @@ class Distillation:
         before: Tokens in front of prompt and memory: what a chat template begins a turn with.
         opening: Tokens in front of a prompt, and of a query without one: what the tokenizer begins a text with. A memory stands where they would.
         until: The write ends early where the mean loss over an epoch is below this, in nats.
+        controls: Which of "no_prompt", "random" and "reconstruct" to measure beside the memory; the last takes as long as the write.
         reconstruct_start: Spread of the start of the control that reconstructs, in that of the model's embeddings.
         reconstruct_rate: Of its steps.
     """
@@ -76,6 +83,7 @@ class Distillation:
     before: tuple[int, ...] = ()
     opening: tuple[int, ...] = ()
     until: float = UNTIL
+    controls: tuple[str, ...] = CONTROLS
     reconstruct_start: float = 0.3
     reconstruct_rate: float = 0.3
 
@@ -168,6 +176,27 @@ def distil_prompt(
     )
 
 
+def asked_of(model: Pretrained, queries: Sequence[Query], *, chat: bool = False) -> list[Asked]:
+    """Queries in tokens. An answer that does not begin with a blank gets one, as tokenizers expect of a next word; in a chat it is stripped.
+
+    Raises:
+        TextError: There are fewer than three, or the tokenizer makes nothing of one.
+    """
+    if len(queries) < LEAST_QUERIES:
+        raise TextError(f"there are {len(queries)} queries and {LEAST_QUERIES} are needed, as a third is held out to measure with; give more.")
+    asked = []
+    for query in queries:
+        behind, answer = halves(model.tokenizer, query.text, name=model.name)[1] if chat else query.text, query.answer
+        if answer is not None:
+            blank = "" if chat or answer[:1].isspace() or behind[-1:].isspace() else " "
+            answer = answer.strip() if chat else blank + answer
+        one = Asked(encode(model, behind, what="a query"), None if answer is None else encode(model, answer, what="an answer"))
+        if not one.ids or one.answer == []:
+            raise TextError(f"the tokenizer makes nothing of the {'answer to' if one.ids else 'query'} {query.text[:40]!r}; spell it otherwise.")
+        asked.append(one)
+    return asked
+
+
 def held_apart(asked: Sequence[T], *, seed: int) -> tuple[list[T], list[T]]:
     """What is trained on, and the third that is not, drawn by chance.
 
@@ -252,16 +281,18 @@ def _objective(taught: Predict, prompt: Sequence[int], spec: Distillation) -> tu
 
 def _controls(judge: Judge, memory: GradMem, prompt: Sequence[int], *, columns: float, spec: Distillation) -> dict[str, Agreement]:
     """The same measure of nothing, of random vectors, and of vectors that reconstruct the prompt, written with as many columns run."""
-    model = judge.model
-    rebuilder, text = _memory(model, spec, rate=spec.reconstruct_rate, start=spec.reconstruct_start), reconstruct(prompt)
-    steps = round(columns / text.columns_a_step(prefix=len(spec.before) + spec.slots))
-    rebuilt = pursue(rebuilder, text, start=rebuilder.start(1), steps=steps, deadline=spec.deadline).state
-    alone = model.embed(Tokens.of([[*spec.opening, *spec.before]]))
-    return {
-        "no_prompt": judge(alone),
-        "random": judge(memory.prefix(memory.start(1), control=None)),
-        "reconstruct": judge(memory.prefix(rebuilt, control=None)),
+
+    def rebuilt() -> Float[Tensor, "B M D"]:
+        rebuilder, text = _memory(judge.model, spec, rate=spec.reconstruct_rate, start=spec.reconstruct_start), reconstruct(prompt)
+        steps = round(columns / text.columns_a_step(prefix=len(spec.before) + spec.slots))
+        return memory.prefix(pursue(rebuilder, text, start=rebuilder.start(1), steps=steps, deadline=spec.deadline).state, control=None)
+
+    prefixes = {
+        "no_prompt": lambda: judge.model.embed(Tokens.of([[*spec.opening, *spec.before]])),
+        "random": lambda: memory.prefix(memory.start(1), control=None),
+        "reconstruct": rebuilt,
     }
+    return {name: judge(prefixes[name]()) for name in spec.controls}
 
 
 def _most(asked: Sequence[Asked]) -> int:

@@ -40,9 +40,7 @@ def log_probabilities(memory, state, row):
 
 def said_by(generator, counts, width):
     """Answers of a teacher, and the hidden states that predicted them."""
-    return [
-        Followed(torch.randint(cases.VOCABULARY, (n,), generator=generator).tolist(), torch.randn(n, width, generator=generator)) for n in counts
-    ]
+    return [Followed(torch.randint(cases.VOCABULARY, (n,), generator=generator).tolist(), torch.randn(n, width, generator=generator)) for n in counts]
 
 
 def test_reconstruct_is_the_mean_over_the_tokens_of_the_text(memory, state):
@@ -56,9 +54,7 @@ def test_reconstruct_is_what_a_write_descends(memory, state):
 
 
 def test_continue_counts_what_follows_a_cue_from_anywhere(memory, state):
-    wanted = [
-        -log_probabilities(memory, state, TEXT[a:i])[TEXT[i]] for a in range(len(TEXT) - 2) for i in range(a + 2, min(a + 2 + 3, len(TEXT)))
-    ]
+    wanted = [-log_probabilities(memory, state, TEXT[a:i])[TEXT[i]] for a in range(len(TEXT) - 2) for i in range(a + 2, min(a + 2 + 3, len(TEXT)))]
     objective = continuations(TEXT, cue=2, length=3)
     losses, _ = objective.losses(memory, state, range(len(TEXT) - 2))
     assert_near([losses], [torch.stack(wanted)], tolerance=ROUNDING)

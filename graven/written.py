@@ -7,6 +7,7 @@ from typing import Any
 
 from graven.distill import Distilled
 from graven.errors import Outcome, SpecError
+from graven.fidelity import lines_of as fidelity_lines
 from graven.memory.file import Agreement, Memory
 from graven.memory.objective import weights_of
 from graven.model import Model, TextModel
@@ -23,11 +24,13 @@ class Wish:
         objective: As `graven.memory.objective.weights_of` reads it; the model's own where left out.
         queries: For an objective with "distill" in it; the model asks itself where left out.
         chat: In the user turn of the chat template.
+        probes: Questions that the model asks itself to measure the memory with; the model's own number where left out.
     """
 
     objective: str | None = None
     queries: Sequence[Query] | None = None
     chat: bool = False
+    probes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,18 +60,18 @@ def written(
     weights = {} if wish.objective is None else weights_of(wish.objective)
     if wish.queries is not None and "distill" not in weights:
         raise SpecError("--queries is given and nothing is distilled; add --objective distill.")
+    if wish.probes is not None and "distill" in weights:
+        raise SpecError("--probes is given and a distilled memory is measured on the queries that are held out; leave it out.")
     if not isinstance(model, TextModel):
-        if wish.objective is not None or wish.chat:
-            option = "--chat" if wish.objective is None else "--objective"
-            raise SpecError(
-                f"{option} is for frozen models, and {model.name} was trained for its own; name a language model with --model."
-            )
+        if wish.objective is not None or wish.chat or wish.probes is not None:
+            option = "--objective" if wish.objective is not None else "--chat" if wish.chat else "--probes"
+            raise SpecError(f"{option} is for frozen models, and {model.name} was trained for its own; name a language model with --model.")
         return Written(memory=model.write(text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=progress))
     common: dict[str, Any] = {"steps": steps, "rate": rate, "seed": seed, "deadline": deadline, "progress": progress, "chat": wish.chat}
     if "distill" in weights:
         memory, distilled = model.distill(text, wish.queries, objective=wish.objective or "distill", **common)
         return Written(memory=memory, distilled=distilled)
-    return Written(memory=model.write(text, objective=wish.objective or "reconstruct", **common))
+    return Written(memory=model.write(text, objective=wish.objective or "reconstruct", probes=wish.probes, **common))
 
 
 def facts_of(done: Written, out: Path) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def facts_of(done: Written, out: Path) -> dict[str, Any]:
         "path": str(out), "kind": about.kind, "model": about.base.name, "tokens": about.tokens, "slots": about.slots, "pages": len(about.pages),
         "bytes": done.memory.bytes, "steps": about.steps, "seconds": round(about.seconds, 3), "loss": list(about.losses),
         "token_accuracy": about.token_accuracy, "recited_tokens": about.recited, "answered": about.answered, "outcome": about.outcome,
-        "objective": about.objective, "chat": about.chat,
+        "objective": about.objective, "chat": about.chat, "fidelity": None if about.fidelity is None else asdict(about.fidelity),
     }  # fmt: skip
     if done.distilled is None:
         return facts
@@ -98,7 +101,8 @@ def lines_of(done: Written, out: Path) -> list[str]:
         return [*lines, *_report(done.distilled)]
     if about.answered is not None:
         return [*lines, f"{about.answered} of {about.records or 0} records answered from the memory alone"]
-    return [*lines, f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})"]
+    recital = f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})"
+    return [*lines, recital, *([] if about.fidelity is None else fidelity_lines(about.fidelity))]
 
 
 def shortfalls(done: Written) -> tuple[list[str], list[str]]:

@@ -329,7 +329,8 @@ def test_answers_for_machines(run, memory):
     assert (code, err) == (0, "")
     assert list(facts) == ["answers"]
     assert [(a["query"], a["text"]) for a in facts["answers"]] == [("aB", "7x"), ("Me", "mo")]
-    assert all(set(a) == {"query", "text", "log_probability"} and -0.7 < a["log_probability"] < 0 for a in facts["answers"])
+    told = {"query", "text", "log_probability", "log_probability_without", "page", "known"}
+    assert all(set(a) == told and a["known"] and -0.7 < a["log_probability"] < 0 for a in facts["answers"])
 
 
 def test_a_key_that_is_not_there_gets_a_guess_a_sentence_and_exits_1(run, memory):

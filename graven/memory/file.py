@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -265,6 +266,11 @@ class Memory:
         if not bool(torch.isfinite(state).all()):
             raise MemoryFileError(f"{place} holds numbers that are not finite; the write that made it failed. Write it anew with a lower --rate.")
         return cls(state, about)
+
+
+def text_hash(ids: Sequence[int]) -> str:
+    """Hash of token ids."""
+    return digest(",".join(map(str, ids)).encode())
 
 
 def ensure_replaceable(path: Path) -> None:

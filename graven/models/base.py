@@ -14,10 +14,12 @@ from graven.answer import Answer
 from graven.decoding import GREEDY, Decoding
 from graven.engrave import Engraved
 from graven.errors import SpecError
+from graven.fidelity import Verified
 from graven.lm.base import LanguageModel, digest
-from graven.memory.file import About, Agreement, Base, Memory, Page
+from graven.memory.file import About, Agreement, Base, Memory, Page, text_hash
 from graven.memory.gradient import GradMem
 from graven.tasks.base import Tokens
+from graven.tasks.queries import Query
 
 T = TypeVar("T")
 ProgressCall = Callable[[int, float, float], None]
@@ -75,6 +77,10 @@ class Model(Protocol):
         """What the model reproduces of the text."""
         ...
 
+    def verify(self, memory: Memory, text: str, *, questions: Sequence[Query] | None = None, probes: int | None = None) -> Verified:
+        """The memory measured anew, against the text that was written."""
+        ...
+
 
 def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
     """Pages of nearly equal length, none longer than `most`.
@@ -106,11 +112,6 @@ def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bo
     pages = written.about.pages
     rows = [memory.recite(state[None], [page.tokens])[0] for state, page in zip(written.state, pages, strict=True)]
     return rows, all(text_hash(row) == page.text_hash for row, page in zip(rows, pages, strict=True))
-
-
-def text_hash(ids: Sequence[int]) -> str:
-    """Hash of token ids."""
-    return digest(",".join(map(str, ids)).encode())
 
 
 def key_hash(key: str) -> int:

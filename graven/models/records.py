@@ -9,10 +9,12 @@ from graven.answer import Answer, ask_pages, at_least_one
 from graven.decoding import GREEDY, Decoding
 from graven.engrave import engrave
 from graven.errors import SpecError
+from graven.fidelity import Verified, same_text
 from graven.lm.base import Continuation
 from graven.memory.file import Memory
 from graven.models.base import ProgressCall, Recital, check_numbers, cut, key_hash, memory_of, recited_pages
 from graven.tasks.base import Tokens
+from graven.tasks.queries import Query
 from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
 from graven.train import Trained
 
@@ -107,6 +109,23 @@ class RecordsModel:
         rows, exact = recited_pages(self.memory, memory)
         text = "\n".join(text_of(row, self.task) for row in rows)
         return Recital(text.replace("!!", "\n").strip("!").replace("!\n!", "\n") if exact else text, exact, sum(map(len, rows)))
+
+    def verify(self, memory: Memory, text: str, *, questions: Sequence[Query] | None = None, probes: int | None = None) -> Verified:
+        """Ask every key of the records anew.
+
+        Raises:
+            MismatchError: The memory was written with another model.
+            TextError: The text is no records, or not those that were written.
+            SpecError: `questions` or `probes` is given: every key is asked.
+        """
+        memory.belongs_to(self.memory.model)
+        if questions is not None or probes is not None:
+            raise SpecError("`questions` or `probes` is given; of records every key is asked, so leave them out.")
+        pairs = parse_records(text, self.task)
+        same_text([token for page in cut(pairs, self.pairs_a_page) for token in self._context(page)], memory.about)
+        right = sum(answer.text == value for answer, (_, value) in zip(self.ask_many(memory, [key for key, _ in pairs]), pairs, strict=True))
+        stored = memory.about.answered or 0
+        return Verified(answered=right, shortfalls=(f"{right} records are answered, and the file says {stored}",) if right < stored else ())
 
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int

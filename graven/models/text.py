@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from graven.answer import Answer, Reader, encode
 from graven.decoding import GREEDY, Decoding
-from graven.distill import RATE, STEPS, Asked, Distillation, Distilled, distil_prompt, held_apart
+from graven.distill import RATE, STEPS, Distillation, Distilled, asked_of, distil_prompt, held_apart
 from graven.engrave import engrave, engrave_objective
 from graven.errors import SpecError, TextError
+from graven.fidelity import PROBES, Verified, probe, verify
 from graven.lm.chat import halves
 from graven.lm.pretrained import Pretrained
 from graven.memory.file import Memory
@@ -25,7 +27,6 @@ TEXT_STEPS = 1000
 OTHER_STEPS = 200
 PROMPT_SLOTS = 8
 OWN_QUERIES = 48
-LEAST_QUERIES = 3
 TEXT_RATE = 0.3  # in standard deviations of the model's embeddings, a step
 TEXT_START = 0.3  # of the start, in the same unit; with the rate above, the fastest of 16 settings on four stories (docs/log.md)
 
@@ -62,6 +63,7 @@ class TextModel:
         progress: ProgressCall | None = None,
         objective: str = "reconstruct",
         chat: bool = False,
+        probes: int | None = None,
     ) -> Memory:
         """Adam on the memory until the model, running freely from it, gives the text back token for token.
 
@@ -75,6 +77,7 @@ class TextModel:
             objective: "reconstruct", "continue", or a sum such as "reconstruct=1,continue=0.5". With anything but "reconstruct" every step is
                 taken, at a rate that falls to nothing.
             chat: The memory stands inside the user turn of the model's chat template, and so do the queries that are asked of it.
+            probes: Questions that the model asks itself about the text once it is written, to measure the memory with; `PROBES` where left out.
         Raises:
             TextError: The text has no tokens, or is no Unicode.
             SpecError: A setting is out of range, or the objective needs queries.
@@ -98,10 +101,15 @@ class TextModel:
             done = engrave(memory, pages, steps=steps, until_exact=steps > 0, deadline=deadline, progress=progress)
         else:
             done = engrave_objective(memory, pages, partial(sum_of, weights, seed=seed), steps=steps, deadline=deadline, progress=progress)
-        return memory_of(
+        written = memory_of(
             done, pages, model=self.model, kind="text", rule=repr(rule), seed=seed, lossless=self.model.decode(ids) == text,
             objective=objective, chat=chat, before=before,
         )  # fmt: skip
+        count = PROBES if probes is None else probes
+        if count == 0:
+            return written
+        measured = probe(Reader(self.model, written), ids, count=count, seed=seed)
+        return Memory(written.state, replace(written.about, fidelity=measured))
 
     def distill(
         self,
@@ -147,7 +155,7 @@ class TextModel:
         ids, before = self._tokens(text), self._before(chat)
         if queries is None:
             queries = [Query(line) for line in self_study(self.model, ids, count=OWN_QUERIES, prompts=prompts, seed=seed, chat=chat)]
-        asked = self._asked(queries, chat=chat)
+        asked = asked_of(self.model, queries, chat=chat)
         spec = Distillation(
             slots=self.slots or PROMPT_SLOTS, weights=weights, steps=steps, rate=rate, seed=seed, deadline=deadline, before=tuple(before),
             opening=() if chat else tuple(self.model.opening), reconstruct_start=TEXT_START, reconstruct_rate=TEXT_RATE,
@@ -195,28 +203,29 @@ class TextModel:
         rows, exact = recited_pages(self._reader(memory), memory)
         return Recital(self.model.decode([token for row in rows for token in row]), exact, sum(map(len, rows)))
 
+    def verify(self, memory: Memory, text: str, *, questions: Sequence[Query] | None = None, probes: int | None = None) -> Verified:
+        """Measure a memory anew against the text that was written.
+
+        Args:
+            memory: Written by this model.
+            text: The very text that was written.
+            questions: To measure with; the model asks its own where left out, the same ones as at the write.
+            probes: How many it asks; as many as at the write where left out, and they are compared only then.
+        Raises:
+            MismatchError: The memory was written with another model.
+            TextError: The text is another one, or does not fit into the model together with a question that is given.
+            SpecError: A setting is out of range, or both kinds of questions are given.
+        """
+        if questions is not None and probes is not None:
+            raise SpecError("`questions` and `probes` are both given; the model asks its own questions only where none are given.")
+        return verify(Reader(self.model, memory), memory, self._tokens(text), questions=questions, probes=probes)
+
     def _reader(self, memory: Memory) -> GradMem:
-        return GradMem(self.model, GradMemSpec(slots=memory.about.slots, steps=0, rule=Adam(), order="none"))
+        spec = GradMemSpec(slots=memory.about.slots, steps=0, rule=Adam(), order="none")
+        return GradMem(self.model, spec, before=memory.about.before)
 
     def _before(self, chat: bool) -> list[int]:
         return self.model.encode(halves(self.model.tokenizer, "", name=self.name)[0]) if chat else []
-
-    def _asked(self, queries: Sequence[Query], *, chat: bool) -> list[Asked]:
-        if len(queries) < LEAST_QUERIES:
-            raise TextError(f"there are {len(queries)} queries and {LEAST_QUERIES} are needed, as a third is held out to measure with; give more.")
-        asked = []
-        for query in queries:
-            behind = halves(self.model.tokenizer, query.text, name=self.name)[1] if chat else query.text
-            answer = query.answer
-            if answer is not None and chat:
-                answer = answer.strip()
-            elif answer is not None and not (answer[:1].isspace() or behind[-1:].isspace()):
-                answer = f" {answer}"  # as a tokenizer expects the next word
-            one = Asked(self._encode(behind, what="a query"), None if answer is None else self._encode(answer, what="an answer"))
-            if not one.ids or one.answer == []:
-                raise TextError(f"the tokenizer makes nothing of the {'answer to' if one.ids else 'query'} {query.text[:40]!r}; spell it otherwise.")
-            asked.append(one)
-        return asked
 
     @staticmethod
     def _checked(*, steps: int, seed: int, deadline: float | None, rate: float | None, default: float) -> float:

@@ -33,6 +33,7 @@ from graven.tasks.queries import Query
 
 ROWS_AT_ONCE = 8
 LEAST_QUERIES = 3
+STARTS = 4
 SAID_TOKENS = 16  # of each answer of the model that is matched, where no answers are given
 STEPS = 60
 UNTIL = 0.01
@@ -166,7 +167,7 @@ def distil_prompt(
     seconds = time.monotonic() - began
     judge = Judge(model, held_out, prompted.follow([asked.ids for asked in held_out], most=_most(held_out), stop=stop))
     run = len(prompt) + sum(len(asked.ids) + len(one.tokens) for asked, one in zip(train, said, strict=True))
-    run += 2 * math.ceil(len(done.losses) * columns)
+    run += math.ceil((STARTS + 2 * len(done.losses)) * columns)
     return Distilled(
         engraved=engraved_of(memory, [done], [list(prompt)], seconds=seconds),
         held_out=judge(memory.prefix(done.state, control=None)),
@@ -201,7 +202,7 @@ def held_apart(asked: Sequence[T], *, seed: int) -> tuple[list[T], list[T]]:
     """What is trained on, and the third that is not, drawn by chance.
 
     >>> held_apart(["a", "b", "c", "d"], seed=0)
-    (['b', 'd', 'a'], ['c'])
+    (['b', 'd', 'c'], ['a'])
     """
     order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(seed)).tolist()
     count = len(asked) // 3

@@ -49,7 +49,7 @@ def self_study(
     if count < 1 or not prompts:
         raise SpecError(f"`count` is {count} and there are {len(prompts)} prompts; both must be at least 1.")
     before = model.encode(halves(model.tokenizer, "", name=model.name)[0]) if chat else model.opening
-    prompted = Prompted(model, model.embed(Tokens.of([[*before, *text] or model.encode("\n")]))[0])
+    prompted = Prompted(model, model.embed(Tokens.of([[*before, *text] or model.encode("\n") or [0]]))[0])
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, None] = {}
     for taken in range(ROUNDS):

@@ -19,12 +19,13 @@ from graven.errors import SpecError, TextError
 from graven.lm.base import predictors
 from graven.lm.cached import Followed, Prompted
 from graven.memory.file import About, Agreement, Fidelity, Memory, text_hash
-from graven.study import self_study
+from graven.study import CHAT, self_study
 from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
 
 PROBES = 4  # questions of each kind that a write asks: a few per cent of its time (docs/log.md)
-PROBE_TOKENS = 16
+PROBE_TOKENS = 8
+QUESTION = ("\n\nQuestion:{}\nAnswer:",)  # one prompt, so that all questions are written side by side
 ROWS_AT_ONCE = 8  # logits of so many answers at once
 
 
@@ -44,9 +45,10 @@ def probe(reader: Reader, text: Sequence[int], *, count: int, seed: int) -> Fide
     if count < 1:
         raise SpecError(f"`probes` is {count}; it must be at least 0, which asks none.")
     try:
-        asked = self_study(reader.model, text, count=count, seed=seed, chat=reader.chat)
+        prompts = CHAT[:1] if reader.chat else QUESTION
+        asked = self_study(reader.model, text, count=count, prompts=prompts, seed=seed, chat=reader.chat)
         nothing = sorted(reader.model.stop)[:1]  # the end of a text stands for the beginning of another
-        foreign = self_study(reader.model, nothing, count=count, seed=seed, chat=reader.chat) if nothing else []
+        foreign = self_study(reader.model, nothing, count=count, prompts=prompts, seed=seed, chat=reader.chat) if nothing else []
         return fidelity(reader, text, [Query(line) for line in asked], foreign) if asked else None
     except TextError:
         return None

@@ -58,8 +58,8 @@ def test_the_measures_are_those_of_their_definition(model, reader, ids):
     for query in QUESTIONS:
         row, empty = lm.encode(query.text), torch.zeros(0, lm.width)
         text = lm.embed(Tokens.of([ids]))[0]
-        (taught,) = lm.generate(text[None], Tokens.of([row]), most=16, stop=lm.stop)
-        (said,) = lm.generate(reader.prefixes, Tokens.of([row]), most=16, stop=lm.stop)
+        (taught,) = lm.generate(text[None], Tokens.of([row]), most=8, stop=lm.stop)
+        (said,) = lm.generate(reader.prefixes, Tokens.of([row]), most=8, stop=lm.stop)
         wanted, other = defined(lm, text, row, taught.whole), defined(lm, reader.prefixes[0], row, taught.whole)
         alone = defined(lm, empty, row, taught.whole)
         kls += (wanted.exp() * (wanted - other)).sum(-1).tolist()
@@ -89,7 +89,7 @@ def test_a_memory_that_is_the_text_itself_agrees_with_the_text(model, ids):
 
 def test_an_answer_is_right_where_the_given_one_stands_in_it(model, reader, ids):
     lm = model.model
-    texts = [lm.decode(row.tokens) for row in lm.generate(reader.prefixes.expand(2, -1, -1), Tokens.of([[5, 17], [3]]), most=16, stop=lm.stop)]
+    texts = [lm.decode(row.tokens) for row in lm.generate(reader.prefixes.expand(2, -1, -1), Tokens.of([[5, 17], [3]]), most=8, stop=lm.stop)]
     right = [Query("w5 w17", answer=texts[0].upper().split()[1]), Query("w3", answer="nothing of the kind")]
     assert fidelity(reader, ids, right).memory.accuracy == 0.5
     assert fidelity(reader, ids, QUESTIONS[:2]).memory.accuracy is None

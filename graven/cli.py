@@ -70,8 +70,8 @@ def write(
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
     model: ModelOption = None,
     slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page, from the length of the text; 8 for a distilled one.")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number, 1000 for a frozen one.")] = None,
-    rate: Annotated[float | None, typer.Option(metavar="R", help="Step size for a frozen model, in spreads of its embeddings; 0.3.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number; frozen 1000, distilling 60.")] = None,
+    rate: Annotated[float | None, typer.Option(metavar="R", help="Step of a frozen model, in spreads of embeddings; 0.3, distilling 0.1.")] = None,
     deadline: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds and keep the best so far.")] = None,
     seed: Annotated[int, typer.Option(help="Of the start vectors.")] = 0,
     objective: Annotated[

@@ -68,7 +68,7 @@ def measure(model: Pretrained, ids: list[int], *, slots: int, steps: int, seed: 
         state = pursue(memory, descended, start=best_start(memory, descended, ids), steps=steps).state
         seconds = time.process_time() - began
         with torch.no_grad():
-            _, right = windows.losses(memory, state, range(len(windows.rows.ids)))
+            _, right = windows.losses(memory, state, range(len(windows.answers)))
         hits, found = hits_of(memory, state, ids), judge(state)
         yield {
             "objective": objective, "slots": slots, "steps": steps, "seed": seed, "rate": rate, "tokens": len(ids), "bytes": 4 * state.numel(),

@@ -46,7 +46,7 @@ def measure(model: Pretrained, label: str, name: str, *, slots: int, steps: int,
     prompt = prompt_of(name, seed)
     train, held_out = held_apart(asked_of(model, [Query(*pair) for pair in prompt.queries]), seed=seed)
     ids = model.encode(prompt.text)
-    spec = Distillation(slots=slots, weights={"distill": 1.0}, steps=steps, rate=RATE, seed=seed, controls=("no_prompt", "random"))
+    spec = Distillation(slots=slots, weights={"distill": 1.0}, steps=steps, rate=RATE, seed=seed, until=0.0, controls=("no_prompt", "random"))
     began = time.process_time()
     done = distil_prompt(model, ids, train, held_out, spec, stop=model.stop)
     return {

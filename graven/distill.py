@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from graven.answer import encode
 from graven.engrave import Engraved, engraved_of, pursue
 from graven.errors import TextError
-from graven.lm.base import LanguageModel
+from graven.lm.base import LanguageModel, predictors
 from graven.lm.cached import Followed, Prompted
 from graven.lm.chat import halves
 from graven.lm.pretrained import Pretrained
 from graven.memory.file import Agreement
 from graven.memory.gradient import Adam, GradMem, GradMemSpec, wide
-from graven.memory.objective import Objective, Predict, Weighted, distil, part_of, reconstruct, states_behind
+from graven.memory.objective import Objective, Predict, Weighted, distil, log_probabilities, part_of, reconstruct
 from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
 
@@ -220,9 +220,9 @@ class Judge:
 
     def __init__(self, model: LanguageModel, asked: Sequence[Asked], said: Sequence[Followed]):
         self.model = model
+        self.queries = [one.ids for one in asked]
         # one token behind each query at least, so that there is a prediction to look at
-        self.rows = [[*one.ids, *(one.answer or own.tokens[:1])] for one, own in zip(asked, said, strict=True)]
-        self.lengths = [len(one.ids) for one in asked]
+        self.answers = [one.answer or own.tokens[:1] for one, own in zip(asked, said, strict=True)]
         self.answered = [one.answer is not None for one in asked]
         self.taught: Float[Tensor, "Q E"] = torch.stack([own.hidden[0] for own in said])
         right = [own.tokens[: len(one.answer)] == one.answer for one, own in zip(asked, said, strict=True) if one.answer is not None]
@@ -234,19 +234,16 @@ class Judge:
         kls: list[float] = []
         top: list[bool] = []
         right: list[bool] = []
-        for first in range(0, len(self.rows), ROWS_AT_ONCE):
+        for first in range(0, len(self.queries), ROWS_AT_ONCE):
             part = slice(first, first + ROWS_AT_ONCE)
-            rows = Tokens.of(self.rows[part])
-            counted = rows.mask & (torch.arange(rows.ids.shape[1]) >= torch.tensor(self.lengths[part])[:, None])
-            said = wide(self.model.logits(states_behind(self.model, prefix, rows, counted))).log_softmax(-1)
-            ends = counted.sum(-1).cumsum(0).tolist()
-            starts = [0, *ends[:-1]]
-            hits = (said.argmax(-1).cpu() == rows.ids[counted]).tolist()
-            taught = wide(self.model.logits(self.taught[part])).log_softmax(-1)
-            kls += (taught.exp() * (taught - said[starts])).sum(-1).clamp(min=0.0).tolist()  # below 0 by rounding only
-            top += (taught.argmax(-1) == said[starts].argmax(-1)).tolist()
-            right += [all(hits[a:b]) for a, b, known in zip(starts, ends, self.answered[part], strict=True) if known]
-        count = len(self.rows)
+            queries, answers = Tokens.of(self.queries[part]), self.answers[part]
+            predicted = predictors(self.model, prefix.expand(len(answers), -1, -1), queries, answers)
+            said, taught = (log_probabilities(self.model, states) for states in (torch.stack([own[0] for own in predicted]), self.taught[part]))
+            kls += (taught.exp() * (taught - said)).sum(-1).clamp(min=0.0).tolist()  # below 0 by rounding only
+            top += (taught.argmax(-1) == said.argmax(-1)).tolist()
+            best = [self.model.logits(states).argmax(-1).tolist() for states in predicted]
+            right += [own == answer for own, answer, known in zip(best, answers, self.answered[part], strict=True) if known]
+        count = len(self.queries)
         return Agreement(queries=count, kl=sum(kls) / count, top_token=sum(top) / count, accuracy=sum(right) / len(right) if right else None)
 
 

@@ -9,9 +9,10 @@ import torch
 from asserts import assert_near, assert_refused
 
 from graven.errors import SpecError
+from graven.lm.base import predictors
 from graven.lm.cached import Followed
 from graven.memory.gradient import Adam, GradMem, GradMemSpec
-from graven.memory.objective import Objective, Predict, Weighted, continuations, distil, reconstruct, states_behind, sum_of, weights_of
+from graven.memory.objective import Objective, Predict, Weighted, continuations, distil, reconstruct, sum_of, weights_of
 from graven.tasks.base import Tokens
 
 TEXT = [5, 17, 3, 40, 41, 2, 60, 61, 9, 30]
@@ -76,8 +77,7 @@ def test_distill_is_the_divergence_from_what_the_teacher_says_at_every_token_of_
 
 
 def test_a_memory_that_is_its_own_teacher_has_no_divergence_and_no_gradient(memory, state):
-    model = memory.model
-    hidden = states_behind(model, memory.prefix(state, control=None), Tokens.of([[9, 4]]), torch.tensor([[False, True]]))
+    (hidden,) = predictors(memory.model, memory.prefix(state, control=None), Tokens.of([[9]]), [[4]])
     here = state.clone().requires_grad_()
     loss = distil([[9]], [Followed([4], hidden)]).loss(memory, here, step=0)
     (gradient,) = torch.autograd.grad(loss, here)
@@ -93,7 +93,7 @@ def test_a_sum_weighs_its_parts(memory, state):
 
 
 def test_an_epoch_sees_every_row_once_and_the_next_one_in_another_order():
-    objective = Predict(Tokens.of([[i] for i in range(21)]), torch.ones(21, 1, dtype=torch.bool), rows_a_step=8)
+    objective = Predict([[]] * 21, [[i] for i in range(21)], rows_a_step=8)
     first, second = ([objective.chosen(step) for step in steps] for steps in (range(3), range(3, 6)))
     assert [len(rows) for rows in first] == [8, 8, 5]
     assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(21))
@@ -103,7 +103,7 @@ def test_an_epoch_sees_every_row_once_and_the_next_one_in_another_order():
 
 def test_columns_of_a_step_count_rows_and_what_stands_before_each():
     assert reconstruct(TEXT).columns_a_step(prefix=5) == 15
-    rows = Predict(Tokens.of([[1, 2], [3, 4, 5, 6]]), torch.ones(2, 4, dtype=torch.bool), rows_a_step=1)
+    rows = Predict([[1], [3]], [[2], [4, 5, 6]], rows_a_step=1)
     assert rows.columns_a_step(prefix=5) == 8  # a row of 3 in the mean
 
 
@@ -138,11 +138,11 @@ def test_an_objective_that_nobody_knows_is_refused(text, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Predict(Tokens.of([[1, 2]]), torch.zeros(1, 2, dtype=torch.bool)), "no token of the rows counts"),
-        (lambda: Predict(Tokens.of([[1]]), torch.ones(1, 1, dtype=torch.bool), torch.zeros(2, 4)), "has 2 states and 1 tokens count"),
+        (lambda: Predict([[1]], [[]]), "there are 1 queries and 1 answers; give one of each for the other, none empty"),
+        (lambda: Predict([[1]], [[1]], [torch.zeros(2, 4)]), "`teacher` has other lengths than `answers`"),
         (lambda: continuations([1, 2, 3], cue=3), "the text has 3 tokens, and a cue of 3 leaves none"),
         (lambda: continuations([1, 2, 3], cue=0), "`cue` is 0"),
-        (lambda: distil([], []), "there are 0 queries and 0 continuations"),
+        (lambda: distil([], []), "there are 0 queries and 0 answers"),
         (lambda: Weighted(()), "there must be one"),
         (lambda: Weighted(((-1.0, reconstruct([1])),)), "the weights are"),
         (lambda: Weighted(((math.inf, reconstruct([1])),)), "the weights are"),

@@ -143,7 +143,6 @@ def greedy(
     return [Continuation.of(*row, stop=stop) for row in zip(tokens, values, strict=True)]
 
 
-@torch.no_grad()
 def predictors(model: LanguageModel, prefix: Float[Tensor, "B M D"], query: Tokens, answers: Sequence[Sequence[int]]) -> list[Float[Tensor, "T E"]]:
     """Hidden states that predict each token of an answer, given the prefix, the query and the tokens of the answer before it.
 

@@ -268,7 +268,7 @@ class GradMem(nn.Module):
             (gradient,) = torch.autograd.grad(loss.sum(), here, create_graph=second)
         if order == "none":
             state = state.detach()
-        state, moments = self.update(state, gradient, moments, taken=taken)
+        state, moments = self._update(state, gradient, moments, taken)
         return Step(loss.detach(), losses.detach(), hits, state, moments)
 
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
@@ -303,6 +303,9 @@ class GradMem(nn.Module):
         self, state: Float[Tensor, "B M D"], gradient: Float[Tensor, "B M D"], moments: Moments | None = None, *, taken: int = 0
     ) -> tuple[Float[Tensor, "B M D"], Moments | None]:
         """State and moments after the rule took one step, `taken` of which went before."""
+        return self._update(state, gradient, moments, taken)
+
+    def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int) -> tuple[Tensor, Moments | None]:
         rule = self.spec.rule
         if isinstance(rule, SGD):
             if rule.clip is not None:

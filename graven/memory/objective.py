@@ -5,7 +5,7 @@
     distill       what the model says with the whole text in front of it:   mean KL(f(. | [C; q, y_<j]) || f(. | [M; q, y_<j]))
 
 C is the text, q a query and y what the model itself answers to it behind C, most probable token after most probable token. All three are one
-class, `Predict`: rows, which of their tokens count, and what they are compared with. A user's own objective is anything with `loss`.
+class, `Predict`: queries, the answers behind them, and what these are compared with. A user's own objective is anything with `loss`.
 
 Sources: reconstruct, Kuratov et al. 2026, arXiv:2603.13875v2, equation 5 (a mean here, a sum there); distill, context distillation as in
 Eyuboglu et al. 2025, arXiv:2506.06266 (self-study). continue: ours. Tests: tests/test_objective.py.
@@ -14,6 +14,7 @@ Eyuboglu et al. 2025, arXiv:2506.06266 (self-study). continue: ours. Tests: test
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -22,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.lm.base import LanguageModel
+from graven.lm.base import LanguageModel, predictors
 from graven.lm.cached import Followed
-from graven.memory.gradient import GradMem, wide
+from graven.memory.base import Prefixed
 from graven.tasks.base import Tokens
 
 ROWS_A_STEP = 8
@@ -35,7 +36,7 @@ NAMES = ("reconstruct", "continue", "distill")
 class Objective(Protocol):
     """Something that a write can descend."""
 
-    def loss(self, memory: GradMem, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
+    def loss(self, memory: Prefixed, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
         """Loss of one memory, in nats; the same state and step give the same bits.
 
         Args:
@@ -48,70 +49,60 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class Predict:
-    """Rows of tokens that a memory should make the model predict.
+    """Answers that a memory should make the model give.
 
     Args:
-        rows: Token rows, each as it stands behind the memory.
-        counted: Tokens whose prediction counts; at least one.
-        teacher: Hidden states that predicted the counted tokens with the whole text in front, in the order of rows and columns; the head
-            turns them into logits where they are needed, which takes a hundredth of the room. Where left out, the tokens themselves are right.
+        queries: Tokens behind the memory; there may be none.
+        answers: Tokens behind each query, at least one; every one of them counts.
+        teacher: Hidden states that predicted each answer with the whole text in front, [T, E]; the head turns them into logits where they are
+            needed, which takes a hundredth of the room. Where left out, the tokens themselves are right.
         rows_a_step: Rows of each step; an epoch is a random order of all.
         seed: Of that order.
     Raises:
-        SpecError: No token counts, or the teacher has another number of states.
+        SpecError: An answer has no token, or the parts differ in length.
     """
 
-    rows: Tokens
-    counted: Bool[Tensor, "B T"]
-    teacher: Float[Tensor, "S E"] | None = None
+    queries: Sequence[Sequence[int]]
+    answers: Sequence[Sequence[int]]
+    teacher: Sequence[Tensor] | None = None
     rows_a_step: int = ROWS_A_STEP
     seed: int = 0
 
     def __post_init__(self) -> None:
-        count = int((self.counted & self.rows.mask).sum())
-        if count == 0:
-            raise SpecError("no token of the rows counts; give at least one.")
-        if self.teacher is not None and len(self.teacher) != count:
-            raise SpecError(f"`teacher` has {len(self.teacher)} states and {count} tokens count; give one for each.")
+        if not self.answers or not all(self.answers) or len(self.answers) != len(self.queries):
+            raise SpecError(f"there are {len(self.queries)} queries and {len(self.answers)} answers; give one of each for the other, none empty.")
+        if self.teacher is not None and [len(states) for states in self.teacher] != [len(answer) for answer in self.answers]:
+            raise SpecError("`teacher` has other lengths than `answers`; give one hidden state for each token of an answer.")
 
     def columns_a_step(self, *, prefix: int) -> float:
         """Columns that a step runs, in the mean over an epoch, with so many before each row."""
-        count = len(self.rows.ids)
-        return (float(self.rows.lengths.sum()) / count + prefix) * min(self.rows_a_step, count)
+        total = sum(prefix + len(query) + len(answer) for query, answer in zip(self.queries, self.answers, strict=True))
+        return total * min(1.0, self.rows_a_step / len(self.answers))
 
-    def loss(self, memory: GradMem, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
+    def loss(self, memory: Prefixed, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
         return self.losses(memory, state, self.chosen(step))[0].mean()
 
-    def losses(self, memory: GradMem, state: Float[Tensor, "B M D"], chosen: Sequence[int]) -> tuple[Float[Tensor, "S"], Bool[Tensor, "S"]]:
-        """Loss of each counted token of some rows, and whether its most probable prediction is the one of the teacher, or the token."""
-        index = torch.tensor(list(chosen))
-        rows, counted = Tokens(self.rows.ids[index], self.rows.mask[index]), self.counted[index] & self.rows.mask[index]
-        longest = max(int(rows.lengths.max()), 1)
-        rows, counted = Tokens(rows.ids[:, :longest], rows.mask[:, :longest]), counted[:, :longest]
-        prefix = memory.prefix(state, control=memory.read_control)
-        said = wide(memory.model.logits(states_behind(memory.model, prefix, rows, counted))).log_softmax(-1)
+    def losses(self, memory: Prefixed, state: Float[Tensor, "B M D"], chosen: Sequence[int]) -> tuple[Float[Tensor, "S"], Bool[Tensor, "S"]]:
+        """Loss of each token of some answers, and whether its most probable prediction is the one of the teacher, or the token."""
+        queries, answers = ([part[i] for i in chosen] for part in (self.queries, self.answers))
+        prefix = memory.prefix(state, control=memory.read_control).expand(len(queries), -1, -1)
+        said = log_probabilities(memory.model, torch.cat(predictors(memory.model, prefix, Tokens.of(queries), answers)))
         if self.teacher is None:
-            wanted = rows.ids[counted].to(said.device)
+            wanted = torch.tensor(list(chain(*answers)), device=said.device)
             return F.nll_loss(said, wanted, reduction="none"), said.argmax(-1) == wanted
         with torch.no_grad():
-            taught = wide(memory.model.logits(self.teacher[self._states(index)])).log_softmax(-1)
+            taught = log_probabilities(memory.model, torch.cat([self.teacher[i] for i in chosen]))
         return (taught.exp() * (taught - said)).sum(-1), said.argmax(-1) == taught.argmax(-1)
 
     def chosen(self, step: int) -> list[int]:
         """Rows of a step."""
-        count = len(self.rows.ids)
+        count = len(self.answers)
         if self.rows_a_step >= count:
             return list(range(count))
         steps = math.ceil(count / self.rows_a_step)
         epoch, at = divmod(step, steps)
         order = torch.randperm(count, generator=torch.Generator().manual_seed((self.seed << 20) + epoch)).tolist()
         return order[at * self.rows_a_step : (at + 1) * self.rows_a_step]
-
-    def _states(self, index: Tensor) -> Tensor:
-        """Places in `teacher` of the counted tokens of some rows."""
-        counts = (self.counted & self.rows.mask).sum(-1)
-        ends = counts.cumsum(0)
-        return torch.cat([torch.arange(int(ends[i] - counts[i]), int(ends[i])) for i in index.tolist()])
 
 
 @dataclass(frozen=True)
@@ -130,14 +121,13 @@ class Weighted:
         if not self.parts or not all(weight > 0 and math.isfinite(weight) for weight, _ in self.parts):
             raise SpecError(f"the weights are {[weight for weight, _ in self.parts]}; each must be above 0, and there must be one.")
 
-    def loss(self, memory: GradMem, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
+    def loss(self, memory: Prefixed, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
         return torch.stack([weight * part.loss(memory, state, step=step) for weight, part in self.parts]).sum()
 
 
 def reconstruct(ids: Sequence[int]) -> Predict:
     """The text itself, from its first token on."""
-    rows = Tokens.of([ids])
-    return Predict(rows, rows.mask)
+    return Predict([[]], [ids])
 
 
 def continuations(ids: Sequence[int], *, cue: int = 4, length: int = 16, seed: int = 0) -> Predict:
@@ -147,6 +137,7 @@ def continuations(ids: Sequence[int], *, cue: int = 4, length: int = 16, seed: i
         ids: At least one token more than `cue`.
         cue: Tokens given, at least 1.
         length: Most tokens that count in each window.
+        seed: Of the order of windows.
     Raises:
         SpecError: The text is too short for the cue, or a number is out of range.
     """
@@ -154,24 +145,19 @@ def continuations(ids: Sequence[int], *, cue: int = 4, length: int = 16, seed: i
         raise SpecError(f"`cue` is {cue} and `length` {length}; both must be at least 1.")
     if len(ids) <= cue:
         raise SpecError(f"the text has {len(ids)} tokens, and a cue of {cue} leaves none to continue with; give a longer text, or reconstruct it.")
-    rows = Tokens.of([ids[start : start + cue + length] for start in range(len(ids) - cue)])
-    counted = rows.mask.clone()
-    counted[:, :cue] = False
-    return Predict(rows, counted, seed=seed)
+    starts = range(len(ids) - cue)
+    return Predict([ids[at : at + cue] for at in starts], [ids[at + cue : at + cue + length] for at in starts], seed=seed)
 
 
 def distil(queries: Sequence[Sequence[int]], followed: Sequence[Followed], *, seed: int = 0) -> Predict:
-    """What the model said behind the whole text, to each query: every token of it is predicted, after the query and the tokens before it.
+    """What the model said behind the whole text, to each query: every token of it is predicted, after the query and the tokens before it."""
+    return Predict(queries, [said.tokens for said in followed], [said.hidden for said in followed], seed=seed)
 
-    Raises:
-        SpecError: There is no query, or not one continuation for each.
-    """
-    if not queries or len(queries) != len(followed):
-        raise SpecError(f"there are {len(queries)} queries and {len(followed)} continuations; give at least one, and one of each for the other.")
-    rows = Tokens.of([[*query, *said.tokens] for query, said in zip(queries, followed, strict=True)])
-    at = torch.arange(rows.ids.shape[1])
-    counted = rows.mask & (at >= torch.tensor([len(query) for query in queries])[:, None])
-    return Predict(rows, counted, torch.cat([said.hidden for said in followed]), seed=seed)
+
+def log_probabilities(model: LanguageModel, hidden: Float[Tensor, "S E"]) -> Float[Tensor, "S A"]:
+    """Of the next token, in float32, or float64 where the model is."""
+    logits = model.logits(hidden)
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def sum_of(weights: Mapping[str, float], ids: list[int], *, seed: int = 0) -> Objective:
@@ -182,18 +168,6 @@ def sum_of(weights: Mapping[str, float], ids: list[int], *, seed: int = 0) -> Ob
 def part_of(name: str, ids: Sequence[int], *, seed: int = 0) -> Predict:
     """One of the objectives that need nothing but the text."""
     return reconstruct(ids) if name == "reconstruct" else continuations(ids, seed=seed)
-
-
-def states_behind(model: LanguageModel, prefix: Float[Tensor, "1 S D"], rows: Tokens, counted: Bool[Tensor, "B T"]) -> Float[Tensor, "N E"]:
-    """Hidden states that predict the counted tokens of rows behind one prefix, in the order of rows and columns.
-
-    A prefix of no vectors predicts nothing, so the first token of a row must not count behind it.
-    """
-    tokens = model.embed(rows)
-    front = prefix.to(tokens.dtype).expand(len(tokens), -1, -1)
-    hidden = model.hidden(torch.cat([front, tokens[:, :-1]], dim=1))
-    row, column = counted.nonzero(as_tuple=True)
-    return hidden[row, front.shape[1] + column - 1]
 
 
 def weights_of(text: str) -> dict[str, float]:

@@ -4,6 +4,7 @@ Whatever is asked, columns stand in one order: what a chat template opens with, 
 the turn. No beginning-of-text token stands before a memory, which takes its place; where there is no memory, the tokenizer's own is there.
 """
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,7 +24,10 @@ from graven.tasks.base import Tokens
 
 ANSWER_TOKENS = 64
 ROWS_AT_ONCE = 64
-FOUND_GAIN = 0.5  # nats a token that a memory must add to its answer for it to count as found there (docs/log.md)
+# An answer counts as found in memory where the memory adds this much to it, in nats a token, and where it costs at most so many times the loss at
+# which the text itself is recited (experiments/gradmem_found.py, docs/log.md).
+FOUND_GAIN = 0.005
+FOUND_LOSS = 2.0
 
 Found = tuple[int, Continuation]
 Generate = Callable[[Float[Tensor, "B M D"], Tokens], list[Continuation]]
@@ -38,8 +42,8 @@ class Answer:
         text: The answer.
         log_probability: Natural logarithm of its probability, its end included, whatever way it was chosen.
         page: Page of the memory that it came from, counted from 0.
-        known: False where it does not come from the memory: the memory holds records and the query is none of their keys, or the model says the
-            same without the memory. The text is then a guess.
+        known: False where it does not come from the memory: the memory holds records and the query is none of their keys; or the model would say
+            the same without it, or is less sure of it than of the text (`in_memory`). The text is then a guess.
         log_probability_without: That of the same text without the memory; none for records, and where nothing would stand before the answer.
     """
 
@@ -101,6 +105,9 @@ class Reader:
         memory.belongs_to(model)
         self.model, self.slots, self.chat = model, memory.about.slots, memory.about.chat
         self.before = list(memory.about.before)
+        # what stands in for a prompt is not recited, and an unsure answer behind it may be the prompt's own
+        recited = "distill" not in memory.about.objective and bool(memory.about.losses)
+        self.sure = -FOUND_LOSS * memory.about.losses[-1] if recited else -math.inf
         if self.chat and (found := model.encode(halves(model.tokenizer, "", name=model.name)[0])) != self.before:
             raise MismatchError(
                 f"this memory was written behind {len(self.before)} tokens of a chat template and that of {model.name} now puts {found} there; "
@@ -218,7 +225,12 @@ class Reader:
 
     def _answer(self, query: str, page: int, said: Continuation, without: float | None, decoding: Decoding) -> Answer:
         text, total = text_before(self.model.decode(said.tokens), decoding.stop), sum(said.log_probabilities)
-        return Answer(query, text, total, page, without is None or gain(said, without) >= FOUND_GAIN, without)
+        return Answer(query, text, total, page, self.in_memory(said, without), without)
+
+    def in_memory(self, said: Continuation, without: float | None) -> bool:
+        """Whether an answer counts as found in the memory: it adds to its probability, and the model is about as sure of it as of the text."""
+        total, tokens = sum(said.log_probabilities), len(said.log_probabilities)
+        return without is None or (total - without >= FOUND_GAIN * tokens and total >= self.sure * tokens)
 
     def _page(self, rows: Sequence[Sequence[int]], *, most: int, decoding: Decoding) -> list[int]:
         """Page of the greedy answer to each row."""
@@ -235,11 +247,6 @@ class Reader:
     @torch.no_grad()
     def _embed(self, ids: Sequence[int]) -> Float[Tensor, "1 S D"]:
         return self.model.embed(Tokens.of([ids]))
-
-
-def gain(said: Continuation, without: float) -> float:
-    """What the memory adds to the logarithm of an answer's probability, in nats a token."""
-    return (sum(said.log_probabilities) - without) / len(said.log_probabilities)
 
 
 def settled(text: str, stop: Sequence[str]) -> str:

@@ -146,8 +146,11 @@ def ask(
         show({"answers": [asdict(a) for a in answers]}, lines, as_json=json)
     unknown = [a for a in answers if not a.known]
     for a in unknown:
-        where = "is not a key of this memory" if reader.kind == "records" else "is not in memory: the model says the same without it"
-        note(f"{a.query!r} {where}; {a.text!r} is a guess")
+        if a.log_probability_without is None:
+            note(f"{a.query!r} is not a key of this memory; {a.text!r} is a guess")
+        else:
+            with_, without = a.log_probability, a.log_probability_without
+            note(f"{a.query!r} is not in memory; {a.text!r}, of log probability {with_:.2f} with it and {without:.2f} without, is a guess")
     return 1 if unknown else 0
 
 

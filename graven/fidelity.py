@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from graven.answer import FOUND_GAIN, Reader, gain
+from graven.answer import Reader
 from graven.errors import SpecError, TextError
 from graven.lm.base import predictors
 from graven.lm.cached import Followed, Prompted
@@ -130,7 +130,7 @@ def found_share(reader: Reader, rows: Sequence[Sequence[int]]) -> float:
     """Share of rows whose answer is said to be in memory."""
     said = [one for ((_, one),) in reader.found(rows, most=PROBE_TOKENS)]
     without = reader.without(rows, [one.whole for one in said])
-    return sum(alone is None or gain(one, alone) >= FOUND_GAIN for one, alone in zip(said, without, strict=True)) / len(rows)
+    return sum(reader.in_memory(one, alone) for one, alone in zip(said, without, strict=True)) / len(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ import zoo
 from asserts import assert_refused
 
 from graven import answer
-from graven.answer import FOUND_GAIN, Reader, settled
+from graven.answer import FOUND_LOSS, Reader, settled
 from graven.decoding import Decoding
 from graven.errors import MismatchError, SpecError, TextError
-from graven.lm.base import greedy
+from graven.lm.base import Continuation, greedy
 from graven.memory.file import Memory
 from graven.model import TextModel, load
 from graven.tasks.base import Tokens
@@ -210,7 +210,25 @@ def test_an_answer_that_only_the_memory_gives_is_known():
     one = model.ask(memory, "w5 w17 w3", max_tokens=3)
     assert one.text == "w40 w41 w9"
     assert one.known
-    assert (one.log_probability - one.log_probability_without) / 3 > FOUND_GAIN
+    assert one.log_probability > -3 * FOUND_LOSS * memory.about.losses[-1]
+
+
+@pytest.mark.parametrize(
+    ("total", "without", "objective", "found"),
+    [
+        (-0.2, -9.0, "reconstruct", True),
+        (-0.2, -0.2, "reconstruct", False),  # the model says it anyway
+        (-2.0, -9.0, "reconstruct", False),  # the model is not sure of it
+        (-2.0, -9.0, "reconstruct=1,distill=1", True),  # a prompt may leave it unsure
+        (-2.0, -2.0, "distill", False),
+        (-2.0, None, "reconstruct", True),
+    ],
+)
+def test_an_answer_is_in_memory_where_it_adds_to_it_and_costs_little(total, without, objective, found):
+    memory = memory_of("llama")
+    about = dataclasses.replace(memory.about, objective=objective, losses=(4.0, 0.1), steps=2)
+    reader = Reader(text_model("llama").model, Memory(memory.state, about))
+    assert reader.in_memory(Continuation([5, 6], [total / 2] * 2), without) == found
 
 
 def test_where_nothing_stands_before_an_answer_without_the_memory_it_counts_as_known():

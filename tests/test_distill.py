@@ -19,10 +19,18 @@ from graven.tasks.base import Tokens
 PROMPT = [(7 * n + 3) % 90 + 3 for n in range(24)]
 QUERIES = [Asked([5, n]) for n in range(20, 44)]
 STEPS = 30
+SAID = 3  # tokens of each answer of the teacher; 16 outside the tests
 
 
 def spec_of(**settings):
     return Distillation(**{"slots": 4, "weights": {"distill": 1.0}, "steps": STEPS, "rate": 0.3, **settings})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_answers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill_module, "SAID_TOKENS", SAID)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +92,7 @@ def test_an_answer_is_right_where_all_its_tokens_are_what_the_model_says(model):
 
 
 def test_held_out_queries_do_not_change_the_memory(model, done):
-    other = distil_prompt(model, PROMPT, QUERIES[8:], [Asked([60, 61])], spec_of(), stop=frozenset())
+    other = distil_prompt(model, PROMPT, QUERIES[8:], [Asked([60, 61])], spec_of(controls=()), stop=frozenset())
     assert torch.equal(other.engraved.state, done.engraved.state)
 
 
@@ -111,7 +119,7 @@ def test_what_a_query_saves_is_counted_in_tokens_and_bytes(model, done):
     assert saved.tokens == 24 - 4
     assert saved.bytes == 20 * 2 * 2 * 2 * 8 * 4  # tokens, layers, key and value, heads, width, float32
     assert saved.flops == 2 * weights_a_token(model) * 20
-    teacher, student = 24 + 16 * (2 + 16), 8 * (4 + 2 + 16)
+    teacher, student = 24 + 16 * (2 + SAID), 8 * (4 + 2 + SAID)
     assert saved.write_tokens == teacher + (4 + 2 * STEPS) * student  # four starts are tried
     assert saved.paid_after == math.ceil(saved.write_tokens / 20)
 
@@ -165,5 +173,5 @@ def test_a_prompt_no_longer_than_its_memory_is_refused(model):
 def test_answers_are_followed_a_token_beyond_the_longest_that_is_known():
     most = distill_module._most
     assert most([Asked([1], [2, 3]), Asked([1], [2])]) == 3
-    assert most([Asked([1], [2, 3]), Asked([1])]) == distill_module.SAID_TOKENS
+    assert most([Asked([1], [2, 3]), Asked([1])]) == SAID
     assert most([Asked([1], [2] * 40), Asked([1])]) == 41

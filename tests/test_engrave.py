@@ -335,7 +335,7 @@ def test_a_pursuit_descends_at_a_rate_that_falls_to_nothing(small):
 
 def test_a_pursuit_of_the_text_makes_it_known(small):
     memory = memory_of(small, rate=0.3)
-    done = pursue(memory, reconstruct(TEXTS[0]), start=memory.start(1), steps=150)
+    done = pursue(memory, reconstruct(TEXTS[0]), start=memory.start(1), steps=100)
     assert all(hits_of(memory, done.state, TEXTS[0]))
     assert memory.recite(done.state, [6]) == [TEXTS[0]]
 
@@ -372,12 +372,12 @@ def test_a_pursuit_says_when_its_time_is_over(small, monkeypatch):
 def test_pages_pursue_a_sum_of_objectives_each_for_itself(small):
     memory, texts = memory_of(small, rate=0.3), [TEXTS[0], TEXTS[2]]
     weights = {"reconstruct": 1.0, "continue": 0.5}
-    both = engrave_objective(memory, Tokens.of(texts), lambda row: sum_of(weights, row), steps=40)
+    both = engrave_objective(memory, Tokens.of(texts), lambda row: sum_of(weights, row), steps=12)
     for number, text in enumerate(texts):
-        alone = engrave_objective(memory, Tokens.of([text]), lambda row: sum_of(weights, row), steps=40)
+        alone = engrave_objective(memory, Tokens.of([text]), lambda row: sum_of(weights, row), steps=12)
         torch.testing.assert_close(both.state[number], alone.state[0])
         hits = hits_of(memory, alone.state, text)
         assert both.recited[number] == alone.recited[0] == (hits.index(False) if False in hits else len(hits))
     assert both.outcome is Outcome.DONE
-    assert len(both.losses) == 40
+    assert len(both.losses) == 12
     assert both.losses[-1] < both.losses[0]

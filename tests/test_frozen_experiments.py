@@ -27,11 +27,11 @@ def test_a_few_shot_prompt_is_measured_for_every_row_of_the_grid(tmp_path, monke
     module = load("gradmem_prompts")
     monkeypatch.setattr(module, "EXAMPLES", 4)
     monkeypatch.setattr(module, "QUERIES", 6)
-    rows = [module.measure(module.tiny(), "tiny", name, slots=8, steps=60 if name == "topic" else 2, seed=0) for name in ("topic", "question")]
-    assert [len(row["losses"]) for row in rows] == [60, 2]
+    rows = [module.measure(module.tiny(), "tiny", name, slots=8, steps=2, seed=0) for name in ("topic", "question")]
+    assert [len(row["losses"]) for row in rows] == [2, 2]
     assert all(row["held_out"]["kl"] >= 0 and set(row["controls"]) == {"no_prompt", "random"} for row in rows)
     assert drawn(module, rows, tmp_path / "p.png")
-    (line,) = module.verdict(rows)
+    (line,) = module.verdict([{**rows[0], "steps": 60}, rows[1]])
     assert line.split()[0] in ("holds", "FAILS")
     assert module.shown(rows[0]).endswith(")")
     module.save_files(tmp_path / "files")
@@ -39,8 +39,10 @@ def test_a_few_shot_prompt_is_measured_for_every_row_of_the_grid(tmp_path, monke
     assert written == ["question.jsonl", "question.txt", "sentiment.jsonl", "sentiment.txt", "topic.jsonl", "topic.txt"]
 
 
-def test_every_objective_is_measured_in_every_way(tmp_path):
+def test_every_objective_is_measured_in_every_way(tmp_path, monkeypatch):
     module = load("gradmem_objectives")
+    monkeypatch.setattr(module, "QUERIES", 6)
+    monkeypatch.setattr(module, "SAID_TOKENS", 2)
     found = module.measure(cases.llama().requires_grad_(False), IDS, slots=2, steps=2, seed=0, rate=0.3)
     rows = [{"model": "tiny", "source": "none", "text": 0, **row} for row in found]
     assert [row["objective"] for row in rows] == list(module.OBJECTIVES)

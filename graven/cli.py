@@ -5,18 +5,21 @@ Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, n
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from graven.errors import GravenError, Outcome, TextError
+from graven.errors import GravenError, Outcome, SpecError, TextError
 
 if TYPE_CHECKING:
+    from graven.answer import Answer
     from graven.memory.file import Memory
     from graven.model import Model
+    from graven.tasks.queries import Query
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -24,6 +27,9 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", metavar="M", help="`records`, a `graven train` folder, a model directory, a GGUF file or a hub id.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+ProbesOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Questions that the model asks itself about the text, to measure with; 0 asks none.")
+]
 MemoryArgument = Annotated[Path, typer.Argument(metavar="MEMORY", help="A file that `graven write` made.")]
 
 SMALL = 20_000_000  # parameters
@@ -63,55 +69,88 @@ def write(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A UTF-8 text, or - for standard input.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
     model: ModelOption = None,
-    slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page; from the length of the text.")] = None,
-    steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number, 1000 for a frozen one.")] = None,
-    rate: Annotated[float | None, typer.Option(metavar="R", help="Step size for a frozen model, in spreads of its embeddings; 0.3.")] = None,
+    slots: Annotated[int | None, typer.Option(metavar="N", help="Vectors for each page, from the length of the text; 8 for a distilled one.")] = None,
+    steps: Annotated[int | None, typer.Option(metavar="K", help="Most gradient steps; the model's own number; frozen 1000, distilling 60.")] = None,
+    rate: Annotated[float | None, typer.Option(metavar="R", help="Step of a frozen model, in spreads of embeddings; 0.3, distilling 0.1.")] = None,
     deadline: Annotated[float | None, typer.Option(metavar="S", help="Stop after so many seconds and keep the best so far.")] = None,
     seed: Annotated[int, typer.Option(help="Of the start vectors.")] = 0,
+    objective: Annotated[
+        str | None, typer.Option(metavar="NAME", help="`reconstruct`, `continue`, `distill`, or a sum: reconstruct=1,continue=0.5. reconstruct.")
+    ] = None,
+    queries: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What will be asked behind a distilled prompt; left out, the model asks itself.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The memory stands inside the user turn of the model's chat template.")] = False,
+    probes: ProbesOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
     from graven.memory.file import ensure_replaceable
+    from graven.written import Wish, facts_of, lines_of, shortfalls, written
 
     text = read_text(file)
+    wish = Wish(objective=objective, queries=None if queries is None else read_queries(queries), chat=chat, probes=probes)
     ensure_replaceable(out)
     with progress_bar("writing", quiet=json) as tick:
-        memory = open_model("records" if model is None else model, slots=slots).write(
-            text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=tick
+        done = written(
+            open_model("records" if model is None else model, slots=slots),
+            text,
+            wish,
+            steps=steps,
+            rate=rate,
+            seed=seed,
+            deadline=deadline,
+            progress=tick,
         )
-    memory.save(out)
-    about = memory.about
-    show(
-        {
-            "path": str(out), "kind": about.kind, "model": about.base.name, "tokens": about.tokens, "slots": about.slots, "pages": len(about.pages),
-            "bytes": memory.bytes, "steps": about.steps, "seconds": round(about.seconds, 3), "loss": list(about.losses),
-            "token_accuracy": about.token_accuracy, "recited_tokens": about.recited, "answered": about.answered, "outcome": about.outcome,
-        },
-        written_lines(memory, out),
-        as_json=json,
-    )  # fmt: skip
-    return write_verdict(memory)
+    done.memory.save(out)
+    show(facts_of(done, out), lines_of(done, out), as_json=json)
+    short, warnings = shortfalls(done)
+    for line in [*warnings, *short]:
+        note(line)
+    return 1 if short else 0
 
 
 @app.command()
 def ask(
     memory: MemoryArgument,
-    query: Annotated[list[str], typer.Argument(metavar="QUERY...", help="A key, or the beginning of a text.")],
+    query: Annotated[list[str], typer.Argument(metavar="QUERY...", help="A key, a question, or the beginning of a text.")],
     model: ModelOption = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", metavar="N", help="Most tokens of an answer; 64, or a value's length.")] = None,
+    min_tokens: Annotated[int, typer.Option("--min-tokens", metavar="N", help="No end before so many tokens.")] = 0,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="Draw the answer; logits are divided by T.")] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", metavar="K", help="Draw among the K most probable tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option("--top-p", metavar="P", help="Draw among the tokens that together have probability P.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws.")] = None,
+    beams: Annotated[int, typer.Option(metavar="N", help="Search with so many beams.")] = 1,
+    count: Annotated[int, typer.Option(metavar="N", help="Answers to each query, drawn or of the beams.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="An answer ends before this text; may be given several times.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print the answer to one query as it comes.")] = False,
     json: JsonOption = False,
 ) -> int:
     """Answer queries from a memory alone."""
-    loaded, reader = open_memory(memory, model)
-    answers = reader.ask_many(loaded, query, max_tokens=max_tokens)
-    show(
-        {"answers": [{"query": a.query, "text": a.text, "log_probability": a.log_probability} for a in answers]},
-        [a.text if len(answers) == 1 else f"{a.query}\t{a.text}" for a in answers],
-        as_json=json,
+    from dataclasses import asdict
+
+    from graven.decoding import Decoding
+
+    decoding = Decoding(
+        min_tokens=min_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, beams=beams, count=count, stop=tuple(stop or ())
     )
+    if stream and (json or len(query) > 1):
+        raise SpecError("--stream prints the answer to one query as it comes; ask one query, and leave --json out.")
+    loaded, reader = open_memory(memory, model)
+    if stream:
+        answers = [streamed(reader.stream(loaded, query[0], max_tokens=max_tokens, decoding=decoding))]
+    else:
+        answers = reader.ask_many(loaded, query, max_tokens=max_tokens, decoding=decoding)
+        lines = [a.text if len(answers) == 1 else f"{a.query}\t{a.text}" for a in answers]
+        show({"answers": [asdict(a) for a in answers]}, lines, as_json=json)
     unknown = [a for a in answers if not a.known]
     for a in unknown:
-        note(f"{a.query!r} is not a key of this memory; {a.text!r} is a guess")
+        if a.log_probability_without is None:
+            note(f"{a.query!r} is not a key of this memory; {a.text!r} is a guess")
+        else:
+            with_, without = a.log_probability, a.log_probability_without
+            note(f"{a.query!r} is not in memory; {a.text!r}, of log probability {with_:.2f} with it and {without:.2f} without, is a guess")
     return 1 if unknown else 0
 
 
@@ -125,6 +164,31 @@ def recite(memory: MemoryArgument, model: ModelOption = None, json: JsonOption =
         about = loaded.about
         note(f"not the text that was written: at the write, {about.recited} of {about.tokens} tokens were reproduced before the first miss")
     return 0 if recital.exact else 1
+
+
+@app.command()
+def verify(
+    memory: MemoryArgument,
+    against: Annotated[str, typer.Option(metavar="FILE", help="The text that was written, or - for standard input.")],
+    questions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Questions to measure with, as of `write --queries`; the model asks its own where left out.")
+    ] = None,
+    probes: ProbesOption = None,
+    model: ModelOption = None,
+    json: JsonOption = False,
+) -> int:
+    """Measure a memory anew against its text; exit 1 where it falls short of what its file says."""
+    from dataclasses import asdict
+
+    from graven.fidelity import verified_lines
+
+    text, asked = read_text(against), None if questions is None else read_queries(questions)
+    loaded, reader = open_memory(memory, model)
+    found = reader.verify(loaded, text, questions=asked, probes=probes)
+    show({"path": str(memory), **asdict(found)}, verified_lines(found, loaded.about), as_json=json)
+    for line in found.shortfalls:
+        note(line)
+    return 1 if found.shortfalls else 0
 
 
 @app.command()
@@ -228,6 +292,17 @@ def open_model(name: str, *, slots: int | None = None) -> "Model":
     return model
 
 
+def read_queries(path: Path) -> "list[Query]":
+    """Queries from a file: JSON lines where its name ends in .jsonl, else one a line.
+
+    Raises:
+        TextError: It cannot be read, or a line is no query.
+    """
+    from graven.tasks.queries import parse_queries
+
+    return parse_queries(read_text(str(path)), lines_of_json=path.suffix == ".jsonl")
+
+
 def read_text(name: str) -> str:
     """A UTF-8 text from a file or from standard input; a byte order mark is no part of it.
 
@@ -244,20 +319,10 @@ def read_text(name: str) -> str:
         raise TextError(f"{name} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}); convert it first.") from error
 
 
-def written_lines(memory: "Memory", out: Path) -> list[str]:
-    """What a person wants to know of a write."""
-    about = memory.about
-    pages = "" if len(about.pages) == 1 else f"{len(about.pages)} pages of "
-    lines = [f"{out}: {about.tokens} tokens in {pages}{about.slots} vectors, {memory.bytes} bytes, {about.steps} steps, {about.seconds:.1f} s"]
-    if about.answered is not None:
-        lines.append(f"{about.answered} of {records_in(memory)} records answered from the memory alone")
-    else:
-        lines.append(f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})")
-    return lines
-
-
 def inspect_lines(memory: "Memory") -> list[str]:
     """Metadata for a person."""
+    from graven.fidelity import lines_of
+
     about = memory.about
     return [
         f"kind            {about.kind}, format {about.version}",
@@ -266,8 +331,10 @@ def inspect_lines(memory: "Memory") -> list[str]:
         f"memory          {len(about.pages)} x {about.slots} vectors, {memory.bytes} bytes",
         f"text            {about.tokens} tokens",
         f"written by      {about.rule}, {about.steps} steps, seed {about.seed}, {about.seconds:.1f} s, {', '.join(about.versions)}",
+        f"descended       {about.objective}" + (f", behind {len(about.before)} tokens of the chat template" if about.chat else ""),
         f"loss            {about.losses[0]:.4f} -> {about.losses[-1]:.4f} nats a token" if about.losses else "loss            no step was taken",
         f"fidelity        recites {about.recited} of {about.tokens} tokens; teacher-forced accuracy {about.token_accuracy:.4f}",
+        *([] if about.fidelity is None else [f"                {line}" for line in lines_of(about.fidelity)]),
         *([] if about.answered is None else [f"answers         {about.answered} of {records_in(memory)} records"]),
         f"outcome         {Outcome[about.outcome].value}",
         f"content hash    {memory.content_hash}",
@@ -280,30 +347,26 @@ def records_in(memory: "Memory") -> int:
     return memory.about.records or 0
 
 
-def write_verdict(memory: "Memory") -> int:
-    """Exit status of a write, with a line where it fell short."""
-    about = memory.about
-    if not about.lossless:
-        note("the tokenizer cannot spell this text exactly; what is recited will differ where it could not")
-    if about.answered is not None and about.steps and about.answered < records_in(memory):
-        note(f"{records_in(memory) - about.answered} records are not answered right; give a larger --steps, or write fewer records")
-        return 1
-    outcome = Outcome[about.outcome]
-    if outcome not in (Outcome.DONE, Outcome.EXACT):
-        note(outcome.value)
-        return 1
-    return 0
-
-
 def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
     """One JSON object, or lines for a person."""
     say(json.dumps(facts) if as_json else "\n".join(lines))
 
 
-def say(text: str) -> None:
+def say(text: str, *, end: str = "\n") -> None:
     """To standard output; what its encoding lacks, and the bytes of a file name that are no text, are spelled out."""
     encoding = sys.stdout.encoding
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+
+
+def streamed(pieces: "Generator[str, None, Answer]") -> "Answer":
+    """Print an answer as it comes."""
+    while True:
+        try:
+            say(next(pieces), end="")
+        except StopIteration as end:
+            say("")
+            answer: Answer = end.value
+            return answer
 
 
 def note(text: str) -> None:
@@ -319,12 +382,12 @@ def progress_bar(what: str, *, total: int | None = None, quiet: bool = False) ->
 
     bar = Progress(
         TextColumn("{task.description}"), TextColumn("step {task.completed}" + ("/{task.total}" if total else "")),
-        TextColumn("loss {task.fields[loss]:.3f}  right {task.fields[accuracy]:.1%}"), TimeElapsedColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}{task.fields[right]}"), TimeElapsedColumn(),
         console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty(),
     )  # fmt: skip
     with bar:
-        task = bar.add_task(what, total=total, loss=float("nan"), accuracy=0.0)
-        yield lambda step, loss, accuracy: bar.update(task, completed=step, loss=loss, accuracy=accuracy)
+        task = bar.add_task(what, total=total, loss=float("nan"), right="")
+        yield lambda step, loss, accuracy: bar.update(task, completed=step, loss=loss, right="" if isnan(accuracy) else f"  right {accuracy:.1%}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

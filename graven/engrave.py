@@ -16,6 +16,7 @@ from torch import Tensor
 
 from graven.errors import ModelError, Outcome
 from graven.memory.gradient import GradMem, Moments, Prepared
+from graven.memory.objective import Objective, reconstruct
 from graven.tasks.base import Tokens
 
 ROWS_AT_ONCE = 8
@@ -187,3 +188,133 @@ def _outcome(rows: list[Row], *, until_exact: bool, late: bool) -> Outcome:
         return Outcome.DONE
     # a model that normalises its input bounds the loss however large the state has grown
     return Outcome.DIVERGED if any(row.loss > row.first for row in rows if not row.exact) else Outcome.STEPS
+
+
+@dataclass(frozen=True)
+class Pursued:
+    """What descending an objective gave.
+
+    Args:
+        state: One row.
+        losses: Of each step, before it, in nats.
+        outcome: How it ended.
+        seconds: Wall clock.
+    """
+
+    state: Float[Tensor, "B M D"]
+    losses: list[float]
+    outcome: Outcome
+    seconds: float
+
+
+def pursue(
+    memory: GradMem,
+    objective: Objective,
+    *,
+    start: Float[Tensor, "B M D"],
+    steps: int,
+    until: tuple[float, int] | None = None,
+    deadline: float | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Pursued:
+    """Descend any objective from a start state, at a rate that falls to nothing in a straight line.
+
+    An objective looks at another part of its data in each step, so its losses are no measure of a state and the last state is the best guess;
+    the falling rate takes the noise of the parts out of it. Where the loss diverges, the state before the lowest loss is kept.
+
+    Args:
+        memory: Its rule makes the steps.
+        start: One row.
+        steps: How many at most.
+        until: A loss in nats and a number of steps: no further step is taken once the mean loss of the last so many is below it.
+        deadline: Seconds after which no further step is taken.
+        progress: Called before each step with its number and its loss.
+    Raises:
+        ModelError: The loss of the start state is not finite.
+    Source: ours; tests/test_engrave.py.
+    """
+    began = time.monotonic()
+    state, best, moments = start.detach(), start.detach(), None
+    losses: list[float] = []
+    outcome = Outcome.DONE
+    for taken in range(steps):
+        if until is not None and len(losses) >= until[1] and sum(losses[-until[1] :]) < until[0] * until[1]:
+            outcome = Outcome.CLOSE
+            break
+        if deadline is not None and time.monotonic() - began >= deadline:
+            outcome = Outcome.LATE
+            break
+        with torch.enable_grad():
+            here = state.detach().requires_grad_()
+            loss = objective.loss(memory, here, step=taken)
+            (gradient,) = torch.autograd.grad(loss, here)
+        value = float(loss.detach())
+        if not losses and not math.isfinite(value):
+            raise ModelError(f"the loss of the start state is {value}; the model's weights or embeddings are not finite. Fetch the model again.")
+        if not math.isfinite(value) or (losses and value > DIVERGED * max(losses[0], 1.0) + 1.0):
+            state, outcome = best, Outcome.DIVERGED
+            break
+        if not losses or value <= min(losses):
+            best = state
+        losses.append(value)
+        if progress is not None:
+            progress(taken + 1, value)
+        with torch.no_grad():
+            new, moments = memory.update(state, gradient, moments, taken=taken)
+            state = state.lerp(new, 1 - taken / steps)
+    return Pursued(state, losses, outcome, time.monotonic() - began)
+
+
+def engrave_objective(
+    memory: GradMem,
+    context: Tokens,
+    objective: Callable[[list[int]], Objective],
+    *,
+    steps: int,
+    deadline: float | None = None,
+    progress: Callable[[int, float, float], None] | None = None,
+) -> Engraved:
+    """Descend an objective of each row of the context, one row after the other, each with its share of the time.
+
+    Args:
+        memory: Its start state is where each row starts.
+        context: [P, T].
+        objective: Of the tokens of one row.
+        steps: Steps of each row.
+        deadline: Seconds after which no further step is taken.
+        progress: Called at each step with its number, its loss, and not a number for the accuracy that nobody measured.
+    Raises:
+        ModelError: The loss of the start state is not finite.
+    """
+    began = time.monotonic()
+    rows = [context.row(i) for i in range(len(context.ids))]
+    call = None if progress is None else lambda step, loss: progress(step, loss, math.nan)
+    done: list[Pursued] = []
+    for taken, row in enumerate(rows):
+        left = None if deadline is None else max(0.0, deadline - (time.monotonic() - began)) / (len(rows) - taken)
+        done.append(pursue(memory, objective(row), start=memory.start(1), steps=steps, deadline=left, progress=call))
+    return engraved_of(memory, done, rows, seconds=time.monotonic() - began)
+
+
+def engraved_of(memory: GradMem, done: list[Pursued], rows: list[list[int]], *, seconds: float) -> Engraved:
+    """What descending an objective of each row gave, and how much of the rows themselves it holds."""
+    hits = [hits_of(memory, one.state, row) for one, row in zip(done, rows, strict=True)]
+    curves = [one.losses for one in done if one.losses]
+    outcomes = {one.outcome for one in done}
+    return Engraved(
+        state=torch.cat([one.state for one in done]),
+        losses=_mean(curves, sizes=[1] * len(curves)) if curves else [],
+        token_accuracy=sum(sum(own) for own in hits) / max(1, sum(map(len, hits))),
+        recited=[own.index(False) if False in own else len(own) for own in hits],
+        outcome=next((kind for kind in (Outcome.DIVERGED, Outcome.LATE, Outcome.CLOSE) if kind in outcomes), Outcome.DONE),
+        seconds=seconds,
+    )
+
+
+@torch.no_grad()
+def hits_of(memory: GradMem, state: Float[Tensor, "B M D"], row: list[int]) -> list[bool]:
+    """For each token of a row whether it is the most probable one behind the memory and the tokens before it.
+
+    As long as all are, the model running freely gives the same tokens, so what comes before the first miss is what it recites.
+    """
+    return reconstruct(row).losses(memory, state, [0])[1].tolist()

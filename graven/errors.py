@@ -64,6 +64,8 @@ class Outcome(Enum):
     EXACT = "the text is reproduced exactly"
     STEPS = "the steps ran out before the text was reproduced exactly; raise `--steps` or `--slots`"
     DEADLINE = "the deadline came before the text was reproduced exactly; raise `--deadline` or `--slots`"
+    CLOSE = "the loss fell below what was asked for"
+    LATE = "the deadline came before every step was taken and the best state until then was kept; raise `--deadline`"
     DIVERGED = "the loss diverged and the best state before that was kept; lower `--rate`"
     SOLVED = "one fixed point was found on the whole range where there can be any"
     SEVERAL = "several fixed points were found and the one of lowest risk was taken"

@@ -22,6 +22,14 @@ def deterministic():
     torch.use_deterministic_algorithms(True)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_probes():
+    """A write asks no questions: a second of CPU where a test looks at something else. Tests of the questions name their number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graven.models.text.PROBES", 0)
+        yield
+
+
 @pytest.fixture
 def generator(request):
     """The only source of randomness of a test."""

@@ -95,7 +95,7 @@ def test_no_verb_and_help_show_the_verbs(run):
     shown = run("--help")
     assert shown == run()
     assert (shown[0], shown[2]) == (0, "")
-    for verb in ("demo", "write", "ask", "recite", "inspect", "train"):
+    for verb in ("demo", "write", "ask", "recite", "verify", "inspect", "train"):
         assert f"  {verb}  " in shown[1]
         assert run(verb, "--help")[0] == 0
 
@@ -329,7 +329,8 @@ def test_answers_for_machines(run, memory):
     assert (code, err) == (0, "")
     assert list(facts) == ["answers"]
     assert [(a["query"], a["text"]) for a in facts["answers"]] == [("aB", "7x"), ("Me", "mo")]
-    assert all(set(a) == {"query", "text", "log_probability"} and -0.7 < a["log_probability"] < 0 for a in facts["answers"])
+    told = {"query", "text", "log_probability", "log_probability_without", "page", "known"}
+    assert all(set(a) == told and a["known"] and -0.7 < a["log_probability"] < 0 for a in facts["answers"])
 
 
 def test_a_key_that_is_not_there_gets_a_guess_a_sentence_and_exits_1(run, memory):
@@ -368,6 +369,48 @@ def test_a_text_is_gone_on_with(run, text):
     assert_one_line(run("ask", text, os.fsdecode(b"\xff")), "the query has U+DCFF, half of a surrogate pair")
 
 
+def test_an_answer_is_searched_for_drawn_ended_or_told_as_it_comes(run, text):
+    assert run("ask", text, "w5 w17", "--max-tokens", 3, "--beams", 2) == (0, "w3 w40 w41\n", "")
+    assert run("ask", text, "w5 w17", "--max-tokens", 3, "--top-k", 1, "--seed", 4) == (0, "w3 w40 w41\n", "")
+    assert run("ask", text, "w5 w17", "--max-tokens", 3, "--stop", " w41", "--stop", "w90") == (0, "w3 w40\n", "")
+    assert run("ask", text, "w5 w17", "--max-tokens", 3, "--stream") == (0, "w3 w40 w41\n", "")
+    code, out, _ = run("ask", text, "w5 w17", "w3", "--max-tokens", 3, "--temperature", 0.5, "--count", 2)
+    assert code in (0, 1)
+    assert [line.split("\t")[0] for line in out.splitlines()] == ["w5 w17", "w5 w17", "w3", "w3"]
+
+
+def test_an_answer_that_the_memory_does_not_change_is_told(run, text, monkeypatch):
+    monkeypatch.setattr("graven.answer.FOUND_GAIN", math.inf)
+    for options in ([], ["--stream"]):
+        code, out, err = run("ask", text, "w5 w17", "--max-tokens", 3, *options)
+        assert (code, out) == (1, "w3 w40 w41\n")
+        assert err.startswith("graven: 'w5 w17' is not in memory; 'w3 w40 w41', of log probability -")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--tempereture", "1"], "No such option: --tempereture"),
+        (["--temperature", "0"], "`temperature` is 0.0; it must be above 0."),
+        (["--seed", "3"], "`seed` is 3 and nothing is drawn"),
+        (["--beams", "2", "--top-p", "0.5"], "give one of the two"),
+        (["--count", "2"], "a greedy answer is one"),
+        (["--min-tokens", "9", "--max-tokens", "3"], "`min_tokens` is 9 and an answer has at most 3 tokens"),
+        (["--stream", "--json"], "--stream prints the answer to one query as it comes"),
+        (["--stream", "--beams", "2"], "only one answer comes token by token"),
+        (["w3", "--stream"], "ask one query"),
+    ],
+)
+def test_settings_of_an_answer_that_cannot_be_are_one_line(options, part, run, text):
+    assert_one_line(run("ask", text, "w5 w17", *options), part)
+
+
+def test_records_are_answered_in_one_way(run, memory):
+    assert_one_line(run("ask", memory, "aB", "--temperature", "1"), "answers a key with its most probable value and in no other way")
+    assert run("ask", memory, "aB", "--stream") == (0, "7x\n", "")
+
+
 def test_the_wrong_model_is_refused_by_name(run, memory, text, directory):
     for verb, arguments in (("ask", ["aB"]), ("recite", [])):
         assert_one_line(
@@ -399,6 +442,52 @@ def test_a_terminal_without_the_letters_still_shows_the_text(monkeypatch):
     assert stream.buffer.getvalue() == b"na\\xefve \\U0001f600 \\udcff\n"
 
 
+# verify
+
+
+def test_a_memory_is_verified_against_its_text(run, place, text, memory):
+    code, out, err = run("verify", text, "--against", "words.txt")
+    assert (code, err) == (0, "")
+    assert out == "recites 6 of 6 tokens before the first miss (6)\nteacher-forced accuracy 1.0000 (1.0000)\n"
+    assert run("verify", memory, "--against", "records.txt") == (0, "8 of 8 records answered from the memory alone (8)\n", "")
+    (place / "questions.txt").write_text("w5 w17\tw3\nw60\n")
+    code, facts, err = only_object(run("verify", text, "--against", "words.txt", "--questions", "questions.txt", "--json"))
+    assert (code, err, facts["recited"], facts["shortfalls"]) == (0, "", 6, [])
+    assert facts["fidelity"]["memory"]["queries"] == 2
+    assert facts["fidelity"]["memory"]["accuracy"] == 1.0
+    code, out, _ = run("verify", text, "--against", "words.txt", "--probes", 2)
+    assert code == 0
+    assert "closed book" in out
+
+
+def test_a_memory_that_falls_short_of_its_file_exits_1(run, text):
+    written = Memory.load(text)
+    Memory(written.state.flip(1), written.about).save("worse")
+    code, out, err = run("verify", "worse", "--against", "words.txt")
+    assert code == 1
+    assert "of 6 tokens before the first miss (6)" in out
+    assert "tokens are recited exactly, and the file says 6\n" in err
+
+
+def test_what_cannot_be_verified_is_one_line(run, place, text, memory):
+    (place / "other.txt").write_text("w5 w6")
+    assert_one_line(run("verify", text, "--against", "other.txt"), "the text has 2 tokens and 6 were written; give the very text that was.")
+    assert_one_line(run("verify", text, "--against", "missing"), "cannot read missing")
+    assert_one_line(run("verify", text), "Missing option '--against'")
+    assert_one_line(run("verify", memory, "--against", "records.txt", "--probes", "2"), "of records every key is asked")
+
+
+@pytest.mark.usefixtures("text")
+def test_a_write_tells_what_it_measured(run, directory):
+    code, out, _ = run("write", "words.txt", "-o", "p.graven", "--model", directory, "--slots", 8, "--probes", 2)
+    assert code == 0
+    assert out.splitlines()[3].split() == ["same", "answer", "same", "token", "KL", "nats", "a", "token"]
+    assert "closed book" in run("inspect", "p.graven")[1]
+    code, facts, _ = only_object(run("write", "words.txt", "-o", "p.graven", "--model", directory, "--slots", 8, "--probes", 2, "--json"))
+    assert facts["fidelity"]["closed_book"]["queries"] == 2
+    assert_one_line(run("write", "records.txt", "-o", "r.graven", "--probes", 2), "cannot read records.txt")
+
+
 # inspect
 
 
@@ -410,7 +499,7 @@ def test_inspect_shows_everything_and_needs_no_model(run, memory, text, monkeypa
     for name, kind, tokens in ((memory, "records", 56), (text, "text", 6)):
         code, out, err = run("inspect", name)
         assert (code, err) == (0, "")
-        assert out.startswith(f"kind            {kind}, format 1\n")
+        assert out.startswith(f"kind            {kind}, format 2\n")
         assert out.endswith("A memory can reproduce its text by design: keep this file as you would keep the text.\n")
         loaded = Memory.load(name)
         code, facts, err = only_object(run("inspect", name, "--json"))

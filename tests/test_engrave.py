@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from graven import engrave as engrave_module
-from graven.engrave import ROWS_AT_ONCE, Row, _judge, engrave
+from graven.engrave import ROWS_AT_ONCE, Row, _judge, engrave, engrave_objective, hits_of, pursue
 from graven.errors import ModelError, Outcome
 from graven.memory.gradient import SGD, Adam, GradMem, GradMemSpec
+from graven.memory.objective import reconstruct, sum_of
 from graven.tasks.base import Tokens
 
 TEXTS = [[5, 17, 3, 40, 41, 2], [9, 8], [30, 31, 32, 33, 34, 35, 36, 1]]
@@ -297,3 +298,86 @@ def test_a_loss_that_rises_far_above_the_lowest_is_a_divergence():
         for loss in losses:
             _judge(row, state, torch.tensor(loss), hits, keep_best=True)
         assert (row.diverged, row.kept) == (diverged, min(losses))
+
+
+# Any objective
+
+
+class Slope:
+    """Loss of a state along a line, and what it is at given steps whatever the state."""
+
+    def __init__(self, **given):
+        self.given = {int(step.removeprefix("at")): loss for step, loss in given.items()}
+        self.seen = []
+
+    def loss(self, memory, state, *, step):
+        assert memory.spec.slots == state.shape[1]
+        self.seen.append(state.detach().clone())
+        return state.sum() * 0 + self.given.get(step, 1.0 / (step + 1))
+
+
+def pursued(small, objective, steps, **rest):
+    memory = GradMem(small, GradMemSpec(slots=2, steps=0, rule=SGD(rate=1.0), order="none"))
+    return memory, pursue(memory, objective, start=memory.start(1), steps=steps, **rest)
+
+
+def test_a_pursuit_descends_at_a_rate_that_falls_to_nothing(small):
+    class Plane:
+        def loss(self, memory, state, *, step):
+            assert memory.spec.slots == 2 and step >= 0  # noqa: PT018
+            return state.sum()
+
+    memory, done = pursued(small, Plane(), 4)
+    torch.testing.assert_close(done.state, memory.start(1) - (1 + 0.75 + 0.5 + 0.25))
+    assert done.outcome is Outcome.DONE
+    assert len(done.losses) == 4
+
+
+def test_a_pursuit_of_the_text_makes_it_known(small):
+    memory = memory_of(small, rate=0.3)
+    done = pursue(memory, reconstruct(TEXTS[0]), start=memory.start(1), steps=100)
+    assert all(hits_of(memory, done.state, TEXTS[0]))
+    assert memory.recite(done.state, [6]) == [TEXTS[0]]
+
+
+def test_a_pursuit_ends_where_the_mean_of_its_last_losses_is_low_enough(small):
+    _, done = pursued(small, Slope(), 30, until=(0.3, 2))
+    assert done.outcome is Outcome.CLOSE
+    assert done.losses == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4])
+
+
+def test_a_pursuit_that_diverges_keeps_the_state_of_its_lowest_loss(small):
+    for bad in (math.nan, 3.1):
+        slope = Slope(at3=bad)
+        _, done = pursued(small, slope, 30)
+        assert done.outcome is Outcome.DIVERGED
+        assert torch.equal(done.state, slope.seen[2])
+        assert len(done.losses) == 3
+
+
+def test_a_pursuit_without_a_finite_start_is_an_error_in_words(small):
+    with pytest.raises(ModelError, match="the loss of the start state is nan"):
+        pursued(small, Slope(at0=math.nan), 3)
+
+
+def test_a_pursuit_says_when_its_time_is_over(small, monkeypatch):
+    monkeypatch.setattr(engrave_module, "time", Clock())
+    calls = []
+    _, done = pursued(small, Slope(), 30, deadline=5.0, progress=lambda step, loss: calls.append((step, loss)))
+    assert done.outcome is Outcome.LATE
+    assert [loss for _, loss in calls] == done.losses
+    assert [step for step, _ in calls] == [1, 2, 3, 4]
+
+
+def test_pages_pursue_a_sum_of_objectives_each_for_itself(small):
+    memory, texts = memory_of(small, rate=0.3), [TEXTS[0], TEXTS[2]]
+    weights = {"reconstruct": 1.0, "continue": 0.5}
+    both = engrave_objective(memory, Tokens.of(texts), lambda row: sum_of(weights, row), steps=12)
+    for number, text in enumerate(texts):
+        alone = engrave_objective(memory, Tokens.of([text]), lambda row: sum_of(weights, row), steps=12)
+        torch.testing.assert_close(both.state[number], alone.state[0])
+        hits = hits_of(memory, alone.state, text)
+        assert both.recited[number] == alone.recited[0] == (hits.index(False) if False in hits else len(hits))
+    assert both.outcome is Outcome.DONE
+    assert len(both.losses) == 12
+    assert both.losses[-1] < both.losses[0]

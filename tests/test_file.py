@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from graven.errors import MemoryFileError, MismatchError, OutputError, SpecError
 from graven.lm.base import digest
-from graven.memory.file import MOST_BYTES, About, Base, Memory, Page, ensure_replaceable
+from graven.memory.file import MOST_BYTES, NEWER, About, Agreement, Base, Fidelity, Memory, Page, ensure_replaceable
 
 PAGE = Page(tokens=7, recited=7, text_hash="0" * 64)
 ABOUT = About(
@@ -120,6 +120,31 @@ def test_every_field_comes_back_with_its_type(tmp_path, randn):
     loaded = Memory.load(Memory(randn(2, 3, 1).float(), about).save(tmp_path / "a")).about
     assert loaded == about
     assert [type(x) for x in dataclasses.astuple(loaded)] == [type(x) for x in dataclasses.astuple(about)]
+
+
+AGREEMENT = Agreement(queries=4, kl=0.5, top_token=0.75, accuracy=0.5, exact=0.25, log_probability=-1.5)
+NEW_FIELDS = {
+    "objective": "distill",
+    "chat": True,
+    "before": (1, 7),
+    "agreement": AGREEMENT,
+    "fidelity": Fidelity(memory=AGREEMENT, closed_book=AGREEMENT, full_context=AGREEMENT, found=0.5, false_found=0.25),
+}
+
+
+def test_the_fields_of_version_2_come_back_with_their_types(memory, tmp_path):
+    assert set(NEW_FIELDS) == set(NEWER)
+    about = dataclasses.replace(ABOUT, **NEW_FIELDS)
+    assert Memory.load(Memory(memory.state, about).save(tmp_path / "a")).about == about
+
+
+def test_a_file_of_version_1_is_read_and_saved_as_it_was(memory, tmp_path):
+    fields = {name: value for name, value in dataclasses.asdict(ABOUT).items() if name not in NEWER} | {"version": 1}
+    text = json.dumps(fields, sort_keys=True)
+    loaded = Memory.load(forge(tmp_path / "old", memory.state, text))
+    assert loaded.about == dataclasses.replace(ABOUT, version=1)
+    assert loaded.content_hash == digest(text.encode(), memory.state.numpy().tobytes())
+    assert Memory.load(loaded.save(tmp_path / "again")).content_hash == loaded.content_hash
 
 
 @pytest.mark.plain
@@ -327,9 +352,15 @@ def test_a_process_with_little_memory_left_survives_every_hostile_file(place, tm
         ("[" * 100_000, "is no whole memory file (maximum recursion depth exceeded"),
         ("[]", "has format version None"),
         ("null", "has format version None"),
-        (changed(version=2), "has format version 2 and this graven reads version 1; install the graven that wrote it."),
+        (changed(version=3), "has format version 3 and this graven reads up to 2; install the graven that wrote it."),
         (changed(version="1"), "has format version '1'"),
-        (changed(version=True), "has damaged metadata"),
+        (changed(version=True), "has format version True"),
+        (changed(version=0), "has format version 0"),
+        (changed(version=1, chat=True), "`version` is 1, which has none of objective, chat,"),
+        (changed(agreement={"queries": 0, "kl": 0.0, "top_token": 1.0}), "`queries` is below 1"),
+        (changed(agreement={"queries": 3, "kl": 0.0, "top_token": 1.5}), "a share of them is not between 0 and 1"),
+        (changed(agreement={"queries": 3, "kl": math.nan, "top_token": 1.0}), "`kl` or `log_probability` is not finite"),
+        (changed(fidelity={"found": 1.0}), "`metadata.fidelity` lacks the key"),
         (changed(seconds="long"), "`metadata.seconds` is 'long'; a value of type float was expected."),
         (changed(steps=1.5), "`metadata.steps` is 1.5; a value of type int was expected."),
         (changed(seconds=10**400), "has 401 digits, and no float is that large"),

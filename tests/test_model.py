@@ -249,7 +249,7 @@ def test_a_text_longer_than_a_page_is_cut_and_recited_page_after_page(words):
 
 
 def test_pages_that_are_known_by_heart_make_the_whole_text(words, monkeypatch):
-    monkeypatch.setattr("graven.model.PAGE_TOKENS", 4)
+    monkeypatch.setattr("graven.models.text.PAGE_TOKENS", 4)
     text = "w5 w17 w3 w40 w41 w9 w8 w30 w31"
     memory = words.write(text, steps=300)
     assert len(memory.about.pages) == 3
@@ -361,7 +361,7 @@ def test_the_same_query_twice_has_the_same_answer(kind):
 def test_more_queries_than_are_run_at_once_are_all_answered_in_order(kind, monkeypatch):
     model, _, memory, queries = kind
     plain = model.ask_many(memory, queries)
-    monkeypatch.setattr("graven.model.ROWS_AT_ONCE", 3)
+    monkeypatch.setattr("graven.answer.ROWS_AT_ONCE", 3)
     assert [(a.query, a.text) for a in model.ask_many(memory, queries)] == [(a.query, a.text) for a in plain]
 
 

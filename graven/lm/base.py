@@ -10,7 +10,7 @@ What stands at padding must be finite, and means nothing: zero times NaN would s
 
 import hashlib
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -90,10 +90,28 @@ class LanguageModel(Protocol):
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model wrote, and the natural logarithm of each token's probability; that of the token that stopped it comes last."""
+    """What a model wrote.
+
+    Args:
+        tokens: Without the one that stopped it.
+        log_probabilities: Natural logarithm of each token's probability; that of the token that stopped it comes last.
+        end: The token that stopped it, if any did.
+    """
 
     tokens: list[int]
     log_probabilities: list[float]
+    end: int | None = None
+
+    @property
+    def whole(self) -> list[int]:
+        """The tokens and the one that stopped it: one for each probability."""
+        return self.tokens if self.end is None else [*self.tokens, self.end]
+
+    @classmethod
+    def of(cls, tokens: list[int], log_probabilities: list[float], *, stop: Collection[int]) -> "Continuation":
+        """Of tokens whose last one may have stopped them."""
+        stopped = tokens[-1:] and tokens[-1] in stop
+        return cls(tokens[:-1], log_probabilities, tokens[-1]) if stopped else cls(tokens, log_probabilities)
 
 
 @torch.no_grad()
@@ -108,23 +126,45 @@ def greedy(
 ) -> list[Continuation]:
     """`LanguageModel.generate` by running every row anew for each token: no cache, any head."""
     rows = [query.row(i) for i in range(len(query.ids))]
-    done = [Continuation([], []) for _ in rows]
+    tokens, values = [list[int]() for _ in rows], [list[float]() for _ in rows]
     going = list(range(len(rows)))
     for _ in range(most):
         if not going:
             break
-        tokens = Tokens.of([rows[i] + done[i].tokens for i in going])
-        embedded = model.embed(tokens)
+        whole = Tokens.of([rows[i] + tokens[i] for i in going])
+        embedded = model.embed(whole)
         hidden = model.hidden(torch.cat([prefix[going].to(embedded.dtype), embedded], dim=1))
-        last = hidden[torch.arange(len(going)), prefix.shape[1] + tokens.lengths - 1]
+        last = hidden[torch.arange(len(going)), prefix.shape[1] + whole.lengths - 1]
         best = head(last).float().log_softmax(-1).max(-1)
-        chosen = list(zip(going, best.values.tolist(), best.indices.tolist(), strict=True))
-        for i, value, token in chosen:
-            done[i].log_probabilities.append(value)
-            if token not in stop:
-                done[i].tokens.append(token)
-        going = [i for i, _, token in chosen if token not in stop]
-    return done
+        for i, value, token in zip(going, best.values.tolist(), best.indices.tolist(), strict=True):
+            values[i].append(value)
+            tokens[i].append(token)
+        going = [i for i in going if tokens[i][-1] not in stop]
+    return [Continuation.of(*row, stop=stop) for row in zip(tokens, values, strict=True)]
+
+
+def predictors(model: LanguageModel, prefix: Float[Tensor, "B M D"], query: Tokens, answers: Sequence[Sequence[int]]) -> list[Float[Tensor, "T E"]]:
+    """Hidden states that predict each token of an answer, given the prefix, the query and the tokens of the answer before it.
+
+    Prefix and query together must have a column: something has to predict the first token.
+    """
+    rows = [query.row(i) for i in range(len(query.ids))]
+    tokens = Tokens.of([row + list(answer) for row, answer in zip(rows, answers, strict=True)])
+    embedded = model.embed(tokens)
+    hidden = model.hidden(torch.cat([prefix.to(embedded.dtype), embedded], dim=1)[:, :-1])
+    starts = [prefix.shape[1] + len(row) - 1 for row in rows]
+    return [hidden[i, start : start + len(answer)] for i, (start, answer) in enumerate(zip(starts, answers, strict=True))]
+
+
+@torch.no_grad()
+def score(model: LanguageModel, prefix: Float[Tensor, "B M D"], query: Tokens, answers: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Natural logarithm of the probability of each token of an answer, given the true ones before it; whatever way the answer was chosen."""
+    found = []
+    for states, answer in zip(predictors(model, prefix, query, answers), answers, strict=True):
+        logits = model.logits(states).float()
+        chosen = torch.tensor(list(answer), dtype=torch.long, device=logits.device)
+        found.append(logits.log_softmax(-1).gather(-1, chosen[:, None])[:, 0].tolist())
+    return found
 
 
 def in_front(

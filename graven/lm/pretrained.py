@@ -22,9 +22,10 @@ from jaxtyping import Bool, Float, Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from graven.decoding import GREEDY, Decoding, Stream, decode
 from graven.errors import ModelError, TextError
 from graven.layers.transformers import OURS, counted, register_attention
-from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, without_state
+from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, score, without_state
 from graven.ops.second_order import check_twice_differentiable
 from graven.shapes import check
 from graven.tasks.base import Tokens, rows_at
@@ -102,6 +103,12 @@ class Pretrained(nn.Module):
         tokenizer = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else repr(sorted(self.tokenizer.get_vocab().items()))
         return digest(canonical(self.model.config.to_diff_dict()), sampled_rows(self.model.get_input_embeddings().weight), without_state(tokenizer))
 
+    @cached_property
+    def opening(self) -> list[int]:
+        """The beginning-of-text token that the tokenizer puts before a text of its own accord, if any; behind a memory there is none."""
+        bos, whole = self.tokenizer.bos_token_id, self.tokenizer("a")["input_ids"]
+        return [bos] if bos is not None and whole[:1] == [bos] and self.encode("a")[:1] != [bos] else []
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a text and nothing else: no token is added before or after.
 
@@ -140,7 +147,26 @@ class Pretrained(nn.Module):
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     @torch.no_grad()
-    def generate(self, prefix: Float[Tensor, "B M D"], query: Tokens, *, most: int, stop: Collection[int]) -> list[Continuation]:
+    def generate(
+        self,
+        prefix: Float[Tensor, "B M D"],
+        query: Tokens,
+        *,
+        most: int,
+        stop: Collection[int],
+        decoding: Decoding = GREEDY,
+        streamer: Stream | None = None,
+    ) -> list[Continuation]:
+        """What follows each prefix and query, `decoding.count` continuations for each, side by side.
+
+        Args:
+            most: Most tokens.
+            stop: A row ends before the first of these tokens.
+            decoding: How to choose.
+            streamer: Is told each token as it comes; for one row and no beams.
+        Raises:
+            TextError: Prefix, query and `most` tokens are more columns than the model takes.
+        """
         tokens = query.aligned()
         self._make_room(prefix.shape[1] + tokens.ids.shape[1] + max(most - 1, 0))  # the last token is not read again
         if most == 0:
@@ -149,22 +175,12 @@ class Pretrained(nn.Module):
         mask = torch.cat([torch.ones(prefix.shape[:2], dtype=torch.bool, device=rows.device), tokens.mask.to(rows.device)], dim=1)
         # transformers continues from the last column, so here padding goes before the memory
         order = (~mask).to(torch.uint8).argsort(dim=1, stable=True, descending=True)
-        settings = library().GenerationConfig(
-            max_new_tokens=most,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=sorted(stop) or None,
-            output_logits=True,
-            return_dict_in_generate=True,
+        found = decode(
+            self.model, rows_at(rows, order), mask.gather(1, order), most=most, ends=stop, decoding=decoding, spell=self.decode, streamer=streamer
         )
-        out = self.model.generate(inputs_embeds=rows_at(rows, order), attention_mask=mask.gather(1, order).long(), generation_config=settings)
-        steps = zip(out.logits, out.sequences.T, strict=True)
-        chosen = torch.stack([logits.float().log_softmax(-1).gather(-1, token[:, None])[:, 0] for logits, token in steps], dim=1)
-        done = []
-        for ids, values in zip(out.sequences.tolist(), chosen.tolist(), strict=True):
-            length = next((at for at, token in enumerate(ids) if token in stop), len(ids))
-            done.append(Continuation(ids[:length], values[: length + 1]))
-        return done
+        each = torch.arange(len(rows)).repeat_interleave(decoding.count)
+        values = score(self, prefix[each], Tokens(tokens.ids[each], tokens.mask[each]), found)
+        return [Continuation.of(*row, stop=stop) for row in zip(found, values, strict=True)]
 
     def _run(self, embeddings: Tensor, positions: Tensor | None) -> Tensor:
         self._make_room(embeddings.shape[1])

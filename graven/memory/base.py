@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
+from graven.lm.base import LanguageModel
 from graven.tasks.base import Tokens
 
 
@@ -28,4 +29,23 @@ class Memory(Protocol):
 
         Where a column is padding, the logits are those after the last real token before it.
         """
+        ...
+
+
+@runtime_checkable
+class Prefixed(Protocol):
+    """A memory whose state stands before a text as vectors."""
+
+    @property
+    def model(self) -> LanguageModel:
+        """The language model that it stands in."""
+        ...
+
+    @property
+    def read_control(self) -> Tensor | None:
+        """Learned vectors on either side of the state where it is read, if any."""
+        ...
+
+    def prefix(self, state: Float[Tensor, "B M D"], *, control: Tensor | None) -> Float[Tensor, "B S D"]:
+        """The vectors that stand before the tokens."""
         ...

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,8 @@ from graven.lm.base import LanguageModel, digest
 from graven.report import ensure_writable, write_atomically
 from graven.settings import build
 
-VERSION = 1
+VERSION = 2
+NEWER = ("objective", "chat", "before", "agreement", "fidelity")  # fields that version 1 had not
 MOST_BYTES = 1 << 32  # no memory is this large; a file that is was not written by graven
 
 
@@ -63,6 +65,55 @@ class Page:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How close answers come to those that the model gives with the whole text before it.
+
+    Args:
+        queries: Queries asked.
+        kl: Mean divergence of the next-token distribution from that with the text, in nats a token.
+        top_token: Share of the tokens of the answers with the text that are the most probable ones.
+        accuracy: Share of queries answered right; none where no right answers were given.
+        exact: Share of whole answers that are the same as with the text; none where only one token was compared.
+        log_probability: Mean of the answers with the text, nats a token; none where it was not measured.
+    Raises:
+        SpecError: A number is out of range.
+    """
+
+    queries: int
+    kl: float
+    top_token: float
+    accuracy: float | None = None
+    exact: float | None = None
+    log_probability: float | None = None
+
+    def __post_init__(self) -> None:
+        shares = (self.top_token, self.accuracy, self.exact)
+        if self.queries < 1 or not all(0 <= share <= 1 for share in shares if share is not None):
+            raise SpecError("`queries` is below 1, or a share of them is not between 0 and 1.")
+        if not all(math.isfinite(x) for x in (self.kl, self.log_probability or 0.0)):
+            raise SpecError("`kl` or `log_probability` is not finite.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fidelity:
+    """What a memory is worth beside its text and beside nothing, on the same probe questions.
+
+    Args:
+        memory: From the memory alone.
+        closed_book: From the model alone.
+        full_context: From the text; it agrees with itself, so only its accuracy and its confidence say something.
+        found: Share of the probes whose answers are said to be in memory.
+        false_found: The same share of questions that were asked without the text: the memory cannot know these.
+    """
+
+    memory: Agreement
+    closed_book: Agreement
+    full_context: Agreement
+    found: float
+    false_found: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class About:
     """Everything that a memory file says of itself.
 
@@ -82,8 +133,14 @@ class About:
         seed: Of the start.
         seconds: Wall clock of the write.
         versions: Of what wrote it.
+        objective: What the write descended.
+        chat: A query stands inside the user turn of the model's chat template, behind the memory.
+        before: Token ids that stand before the memory. There is one policy for a beginning-of-text token: none is added, the memory stands where
+            it would; a chat template brings its own.
+        agreement: Of a distilled memory with its prompt, on queries that were held out.
+        fidelity: On probe questions; none where none were asked.
     Raises:
-        SpecError: A number is out of range, or `outcome` is unknown.
+        SpecError: A number is out of range, `outcome` is unknown, or a field is newer than `version`.
     """
 
     kind: Literal["records", "text"]
@@ -101,6 +158,11 @@ class About:
     versions: tuple[str, ...]
     records: int | None = None
     answered: int | None = None
+    objective: str = "reconstruct"
+    chat: bool = False
+    before: tuple[int, ...] = ()
+    agreement: Agreement | None = None
+    fidelity: Fidelity | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -112,6 +174,8 @@ class About:
             raise SpecError(f"`outcome` is {self.outcome!r}; it must be one of {', '.join(Outcome.__members__)}.")
         if self.kind == "records" and (self.records is None or self.answered is None):
             raise SpecError("`records` and `answered` are missing; a memory of records has both.")
+        if self.version == 1 and any(getattr(self, field.name) != field.default for field in dataclasses.fields(self) if field.name in NEWER):
+            raise SpecError(f"`version` is 1, which has none of {', '.join(NEWER)}; leave it out.")
 
     @property
     def tokens(self) -> int:
@@ -204,6 +268,11 @@ class Memory:
         return cls(state, about)
 
 
+def text_hash(ids: Sequence[int]) -> str:
+    """Hash of token ids."""
+    return digest(",".join(map(str, ids)).encode())
+
+
 def ensure_replaceable(path: Path) -> None:
     """Pass where a memory may be written to `path`: nothing stands there, or an older memory does. Asked before long work, not after it.
 
@@ -246,14 +315,16 @@ def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
 
 
 def _json(about: About) -> str:
-    return json.dumps(dataclasses.asdict(about), sort_keys=True)
+    """The metadata; those of an older file as they stood in it, so that its hash stays what it was."""
+    fields = dataclasses.asdict(about)
+    return json.dumps({name: value for name, value in fields.items() if about.version > 1 or name not in NEWER}, sort_keys=True)
 
 
 def _about(text: str, place: Path) -> About:
     fields = json.loads(text)
     version = fields.get("version") if isinstance(fields, dict) else None
-    if version != VERSION:
-        raise MemoryFileError(f"{place} has format version {version!r} and this graven reads version {VERSION}; install the graven that wrote it.")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise MemoryFileError(f"{place} has format version {version!r} and this graven reads up to {VERSION}; install the graven that wrote it.")
     try:
         return build(About, fields, where="metadata")
     except SpecError as error:

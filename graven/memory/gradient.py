@@ -10,7 +10,7 @@ reverse sweep of `ops.inner_loop`: exactly, in memory that does not grow with K.
 Source: Kuratov et al. 2026, arXiv:2603.13875v2, equations 5 to 8. Differs: the loss is a mean, as in the authors' code, not the paper's sum.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -162,15 +162,16 @@ class GradMem(nn.Module):
         model: The language model behind the memory.
         spec: What to build.
         seed: Of the start state.
+        before: Tokens that stand in front of the memory, in writing and in reading: what a chat template begins a turn with.
     Raises:
         ModelError: The order is "second" and the model's attention cannot be differentiated twice.
     """
 
-    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0):
+    def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0, before: Sequence[int] = ()):
         super().__init__()
         if spec.order == "second" and not model.twice_differentiable:
             raise ModelError(f'{model.name} cannot be differentiated twice and `order` is "second"; load it with attention="eager".')
-        self.model, self.spec = model, spec
+        self.model, self.spec, self.before = model, spec, tuple(before)
         generator = torch.Generator().manual_seed(seed)
         scale = model.embedding_scale
 
@@ -320,12 +321,21 @@ class GradMem(nn.Module):
         return hidden[:, prefix.shape[1] - 1 :]
 
     def prefix(self, state: Float[Tensor, "B M D"], *, control: Tensor | None) -> Float[Tensor, "B S D"]:
-        """The vectors that stand before the tokens: the memory, mapped where the spec says so, between its control vectors."""
+        """The vectors that stand before the tokens: the memory, mapped where the spec says so, between its control vectors, behind `before`."""
         prefix = state if self.projection is None else state @ self.projection
-        if control is None:
-            return prefix
-        before, after = (part.expand(len(state), -1, -1) for part in control)
-        return torch.cat([before, prefix, after], dim=1)
+        if control is not None:
+            before, after = (part.expand(len(state), -1, -1) for part in control)
+            prefix = torch.cat([before, prefix, after], dim=1)
+        if self.before:
+            fixed = self.model.embed(Tokens.of([self.before])).expand(len(state), -1, -1)
+            prefix = torch.cat([fixed.to(prefix.dtype), prefix], dim=1)
+        return prefix
+
+    def update(
+        self, state: Float[Tensor, "B M D"], gradient: Float[Tensor, "B M D"], moments: Moments | None = None, *, taken: int = 0
+    ) -> tuple[Float[Tensor, "B M D"], Moments | None]:
+        """State and moments after the rule took one step, `taken` of which went before."""
+        return self._update(state, gradient, moments, taken)
 
     def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int) -> tuple[Tensor, Moments | None]:
         rule = self.spec.rule

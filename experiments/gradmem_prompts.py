@@ -3,8 +3,8 @@
 Claim    A block of twenty labelled examples, 330 to 350 tokens, distilled into 8 vectors of SmolLM2-135M stands in for the whole block: KL to the
          full prompt at most 0.1 nats and the same top token in at least 90 % of queries that were not trained on, in at most five CPU minutes.
 Differs  From context distillation as published: vectors before the query instead of weights, minutes of one core instead of hours of a GPU.
-Cost     --scale small (a model of random weights, made on the spot): SMALL_COST.  SmolLM2-135M: ROW_COST CPU minutes a row of 60 steps; the grid of
-         108 rows: FULL_COST CPU hours, estimated from that.   (measured unless said)
+Cost     --scale small (a model of random weights, made on the spot): 5 s.  SmolLM2-135M, 60 steps: 4.5 CPU minutes with all controls (measured),
+         about 2.5 a row without the one that reconstructs; the grid of 108 rows: about 3 CPU hours (estimated from that).
 
     python experiments/gradmem_prompts.py --model DIR [--prompt topic --slots 8 --steps 60 --seed 0]     measure what has no row yet
     python experiments/gradmem_prompts.py --report                                                       table, figure and verdict from the rows
@@ -74,20 +74,22 @@ def verdict(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """KL and accuracy against steps, one colour a prompt, one mark a number of vectors."""
+    """KL and accuracy against steps, one colour a prompt, one mark a number of vectors; thin lines are the losses of the steps."""
     marks = dict(zip((2, 4, 8, 16, 32), "v^osD", strict=True))
     with figure(path, width=9, height=3.6, columns=2) as (left, right):
         for colour, name in zip(("C0", "C1", "C2"), CLASSES, strict=True):
             for slots, mark in marks.items():
                 own = sorted((row for row in rows if (row["prompt"], row["slots"]) == (name, slots)), key=lambda row: row["steps"])
                 steps, label = [row["steps"] for row in own], f"{name}, {slots} vectors" if own else None
+                for row in own:
+                    left.plot(range(1, len(row["losses"]) + 1), row["losses"], lw=0.6, alpha=0.6, color=colour)
                 left.plot(steps, [row["held_out"]["kl"] for row in own], mark, color=colour, label=label)
                 right.plot(steps, [100 * row["held_out"]["accuracy"] for row in own], mark, color=colour)
             full = [100 * row["full_prompt"] for row in rows if row["prompt"] == name]
             if full:
                 right.axhline(sum(full) / len(full), color=colour, lw=1, ls="--")
         left.axhline(GATE["kl"], color="grey", lw=1, ls=":")
-        left.set(yscale="log", xlabel="steps", ylabel="KL to the full prompt, nats", title="held-out queries")
+        left.set(yscale="log", xlabel="steps", ylabel="KL to the full prompt, nats", title="marks: held-out queries; lines: steps of the write")
         right.set(xlabel="steps", ylabel="accuracy, %", ylim=(0, 101), title="dashed: the full prompt")
         left.legend(frameon=False, fontsize=7)
 

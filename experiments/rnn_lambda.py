@@ -5,7 +5,7 @@ Claim    None in the paper. Exponential parametrisations never reach 1, and LRU 
 Test     Relative loss, and of the layer's polynomial: the distance to the teacher's, and the share of its energy that some attention explains. Beside
          it the loss of the teacher where every sum decays at the ceiling: sum_s ceiling^(t - s) v_s k_s^T in place of the sum, at the best scale.
 Differs  The recipe of `graven.fit`; each seed has a teacher of its own.
-Cost     --scale small: 12 s with imports.  --scale full: not measured.   (CPU time of one core)
+Cost     --scale small: 12 s with imports.  --scale full: 25 s.   (CPU time of one core)
 
     python experiments/rnn_lambda.py [--scale full]      measure and print
     python experiments/rnn_lambda.py --report            table, figure and verdict from the rows

@@ -1,12 +1,12 @@
 """K steps on an inner loss, and the exact derivative of where they end, in memory that does not grow with K.
 
-    g_k = grad L(x_k),   x_(k+1) = U_k(x_k, g_k),   k = 0 .. K-1                                (S20)
+    g_k = grad L(x_k),   x_(k+1) = U_k(x_k, g_k),   k = 0 .. K-1                                (S9)
 
 Training through such steps needs d Outer(x_K) / d x_0 and d Outer / d w for every weight w that L and U read. Autograd gets them from the graphs of
 all K steps at once. Here the steps are kept as x_0 .. x_(K-1) alone, and the backward pass visits them from the last to the first: it makes the graph
 of one step again, and pulls lambda = d Outer / d x_(k+1) through it,
 
-    (lambda_k, d_w) = vjp of [ x_k, w -> U_k(x_k, grad L(x_k)) ] with lambda_(k+1),   w.grad += d_w          (S21)
+    (lambda_k, d_w) = vjp of [ x_k, w -> U_k(x_k, grad L(x_k)) ] with lambda_(k+1),   w.grad += d_w          (S10)
 
 which holds the Hessian-vector products H_xx mu and H_wx mu, mu = vjp of U in g. Nothing is approximated: the unrolled sum in another order.
 One graph lives at a time. That of the last step is still there when the backward pass begins, so it is not made again: (8 K - 2) / (6 K) of the
@@ -69,7 +69,7 @@ def descend(
         OrderError: In the backward pass: a second derivative of the end is asked for.
         RuntimeError: In the backward pass: a tensor was changed in place since the loop.
     Differs from MAML as published: any update, and memory of one step instead of K.
-    Source: ours; equations S20 and S21.
+    Source: ours; equations S9 and S10.
 
     >>> w = torch.tensor(3.0, requires_grad=True)
     >>> x = torch.tensor([2.0], requires_grad=True)

@@ -1,9 +1,9 @@
 """Parts of a decoder between its matrix products, each with a first and a second derivative of its own.
 
-    rms_norm   y = w x r,   r = 1 / sqrt(mean x^2 + eps)                                                       (S22)
-    swiglu     y = silu(g) u,   [g, u] = x                                                                     (S23)
-    rotate     y = x cos + [-x_2, x_1] sin                                                                     (S24)
-    cross_entropy   l_t = log sum_a exp z_ta - z_t,i(t)                                                        (S25)
+    rms_norm   y = w x r,   r = 1 / sqrt(mean x^2 + eps)                                                       (S11)
+    swiglu     y = silu(g) u,   [g, u] = x                                                                     (S12)
+    rotate     y = x cos + [-x_2, x_1] sin                                                                     (S13)
+    cross_entropy   l_t = log sum_a exp z_ta - z_t,i(t)                                                        (S14)
 
 Written in plain torch, each pass of such a chain of small operations saves what it multiplied, and differentiated twice it saves that again: the norm
 alone some ten tensors. Here a first derivative saves what it was given and the cotangent, and the rest is computed again from those.
@@ -27,7 +27,7 @@ from graven.shapes import check
 def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, "D"], *, epsilon: float) -> Float[Tensor, "*B D"]:
     """Vectors at a root mean square of 1, times a weight an entry.
 
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4, with an epsilon under the root as in Llama; equation S22.
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4, with an epsilon under the root as in Llama; equation S11.
     """
     check(weight=(weight, f"{x.shape[-1]}"))
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -37,7 +37,7 @@ def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, "D"], *, epsilon: f
 def swiglu(x: Float[Tensor, "*B E"]) -> Float[Tensor, "*B F"]:
     """silu(first half) * second half; F = E / 2.
 
-    Source: Shazeer 2020, arXiv:2002.05202, equation 6; equation S23.
+    Source: Shazeer 2020, arXiv:2002.05202, equation 6; equation S12.
     """
     return _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -45,7 +45,7 @@ def swiglu(x: Float[Tensor, "*B E"]) -> Float[Tensor, "*B F"]:
 def rotate(x: Float[Tensor, "B H T K"], rotation: tuple[Float[Tensor, "#B 1 T K"], Float[Tensor, "#B 1 T K"]]) -> Float[Tensor, "B H T K"]:
     """Rotary positions on queries or keys; both halves of the cosines are equal, and so are those of the sines.
 
-    Source: Su et al. 2021, arXiv:2104.09864, equation 34; equation S24.
+    Source: Su et al. 2021, arXiv:2104.09864, equation 34; equation S13.
     """
     return _Rotate.apply(x, *rotation)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
@@ -53,7 +53,7 @@ def rotate(x: Float[Tensor, "B H T K"], rotation: tuple[Float[Tensor, "#B 1 T K"
 def cross_entropy(logits: Float[Tensor, "B A"], ids: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
     """-log softmax(logits) at one index a row, in nats.
 
-    Source: equation S25.
+    Source: equation S14.
     """
     check(logits=(logits, "B A"), ids=(ids, "B"))
     losses, _ = _CrossEntropy.apply(logits, ids)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -328,3 +328,22 @@ def test_shapes_that_do_not_fit_are_refused(randn):
         descend((randn(2),), lambda v, _: v[0], sgd, steps=1, inputs=(randn(3),), rows=1)
     with pytest.raises(ShapeError, match=r"`update` returned shapes \[\(1,\)\] for \[\(2,\)\]"):
         descend((randn(2),), lambda v, _: v[0] ** 2, shorter, steps=1)
+
+
+class Detached(torch.autograd.Function):
+    """x^3 with a backward that is a constant to autograd."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3 * ctx.saved_tensors[0].detach() ** 2
+
+
+def test_a_loss_whose_second_derivative_could_be_dropped_is_refused():
+    x = torch.tensor([2.0], requires_grad=True)
+    with pytest.raises(OrderError, match="Detached"):
+        descend((x,), lambda v, _: Detached.apply(v[0]), lambda _, v, g, c: ((v[0] - 0.1 * g[0],), c), steps=2)

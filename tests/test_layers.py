@@ -19,6 +19,7 @@ LAYER = {
     "settings": 1,
     "report": 1,
     "ops": 2,
+    "ops.inner_loop": 2.1,
     "theory": 2,
     "tasks": 2,
     "layers": 3,

@@ -170,7 +170,7 @@ class GradMem(nn.Module):
     def __init__(self, model: LanguageModel, spec: GradMemSpec, *, seed: int = 0, before: Sequence[int] = ()):
         super().__init__()
         if spec.order == "second" and not model.twice_differentiable:
-            raise ModelError(f'{model.name} cannot be differentiated twice and `order` is "second"; load it with attention="eager".')
+            raise ModelError(f'{model.name} cannot be differentiated twice and `order` is "second"; load it with attention="graven".')
         self.model, self.spec, self.before = model, spec, tuple(before)
         generator = torch.Generator().manual_seed(seed)
         scale = model.embedding_scale

@@ -87,6 +87,8 @@ def _scan(u: Tensor, gates: Tensor, start: Tensor, *, backwards: bool) -> Tensor
 class _Scan(torch.autograd.Function):
     """The recurrence in place, from either end. Rows [T, B, S]; gates [T or 1, B or 1, S]."""
 
+    twice_differentiable = True  # read by `check_twice_differentiable`
+
     @staticmethod
     def forward(ctx: Any, u: Tensor, gates: Tensor, start: Tensor, backwards: bool) -> Tensor:
         h = torch.empty(u.shape, dtype=u.dtype, device=u.device)

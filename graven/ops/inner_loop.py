@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from graven.errors import OrderError, ShapeError, SpecError
+from graven.ops.second_order import check_twice_differentiable
 
 Tensors = tuple[Tensor, ...]
 Loss = Callable[[Tensors, Tensors], Tensor]
@@ -66,7 +67,8 @@ def descend(
         SpecError: A number is out of range; `loss` or `update` reads a leaf that needs a gradient and is not in `parameters`: its second-order
             gradient would be lost.
         ShapeError: An update returns other shapes than it got, or `rows` is given and rows differ.
-        OrderError: In the backward pass: a second derivative of the end is asked for.
+        OrderError: The loss goes through an `autograd.Function` that could drop its second derivative; in the backward pass, too, where a second
+            derivative of the end is asked for.
         RuntimeError: In the backward pass: a tensor was changed in place since the loop.
     Differs from MAML as published: any update, and memory of one step instead of K.
     Source: ours; equations S9 and S10.
@@ -192,6 +194,8 @@ class _Loop:
         inputs = tuple(x.detach().requires_grad_(whole and wanted) for x, wanted in zip(inputs, self.wanted, strict=True))
         with torch.enable_grad():
             loss = self.loss(variables, inputs).sum()
+            if whole and k == self.steps - 1:
+                check_twice_differentiable(loss, variables)
             gradients = torch.autograd.grad(loss, variables, create_graph=whole, materialize_grads=True)
         with torch.set_grad_enabled(graph != "none"):
             new, new_carried = self.update(k, variables, gradients, carried)

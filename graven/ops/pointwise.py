@@ -70,6 +70,8 @@ def _mean(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Norm(torch.autograd.Function):
+    twice_differentiable = True  # read by `check_twice_differentiable`
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         r = (_mean(x, x) + epsilon).rsqrt_()
@@ -116,6 +118,8 @@ class _NormGradient(torch.autograd.Function):
 
 
 class _SwiGLU(torch.autograd.Function):
+    twice_differentiable = True  # read by `check_twice_differentiable`
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -165,6 +169,8 @@ class _SwiGLUGradient(torch.autograd.Function):
 class _Rotate(torch.autograd.Function):
     """Linear in x: its transpose turns the other way, and so on in every order."""
 
+    twice_differentiable = True  # read by `check_twice_differentiable`
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -181,6 +187,8 @@ class _Rotate(torch.autograd.Function):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    twice_differentiable = True  # read by `check_twice_differentiable`
+
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         total = logits.logsumexp(-1, keepdim=True)

@@ -5,7 +5,7 @@ Claims   covariance  With variances from 1 to 0.01 one layer trains to the corre
          mlp         An MLP between two layers adds to what they can do (section 7 of the paper leaves it open).
          weights     Read off its gates, values and head, the weights of a layer that was trained on four tasks are the optimal ones.
 Effort   As figure 1, with fewer restarts: SCALES says how many. The gates are those of figure 1: 3 % without gates, 5 % with them.
-Cost     --scale small: not measured yet.  --scale full: 14 min of one CPU core; --part splits it over processes.
+Cost     --scale small: 112 s.  --scale full: 14 min of one CPU core; --part splits it over processes.
 
     python experiments/gla_beyond.py --scale full [--part tasks]      measure; points that have their rows are passed over
     python experiments/gla_beyond.py --report                         table, figure and verdict from the rows

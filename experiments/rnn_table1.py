@@ -46,7 +46,7 @@ class Scale:
 
 SCALES = {
     "small": Scale(dimension=2, neurons=16, seeds=2, steps=3000, batch=16),
-    "full": Scale(dimension=4, neurons=60, seeds=5, steps=5000, batch=16),
+    "full": Scale(dimension=4, neurons=60, seeds=5, steps=15_000, batch=16),
 }
 
 

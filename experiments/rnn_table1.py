@@ -5,7 +5,7 @@ Claim    With d = 4, a trained gated RNN is attention: 10 neurons accumulate key
 Differs  The paper trains 100 hidden neurons and 100 outputs for a million steps and prunes weights that are 0, to 14 and 13. Here training is
          short (see `Scale`), numbers are effective dimensions, and neurons are merged. 10 outputs are the least, not the 16 of the construction.
          The distance is over whole sequences.
-Cost     --scale small: 17 s.  --scale full: about 2 minutes, audits included.   (CPU time of one core, measured on a busy machine)
+Cost     --scale small: 17 s.  --scale full: 129 s, and 42 s of audits.   (CPU time of one core, measured on a busy machine)
 
     python experiments/rnn_table1.py [--scale full] [--save DIR]      measure and print; keep layers and teachers for `graven audit`
     python experiments/rnn_table1.py --report                         table, figure and verdict from the rows

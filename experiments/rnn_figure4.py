@@ -5,7 +5,7 @@ Claim    (A, teacher-student) gated RNN, diagonal or dense, below LRU In+Out, be
          with MLPs highest.
 Differs  d = 4 and 16 tokens for A, where the paper has 6 and 32; two budgets of parameters, one for B; seconds of training (1000 steps for A, 8000
          for B); one rate for all. The paper prints no numbers beside its figure, so it is its order that is checked here.
-Cost     --scale small: 7 s.  --scale full: 56 runs of about 5 s.   (CPU time of one core)
+Cost     --scale small: 7 s.  --scale full: 28 runs of 5 s and 14 of 35 s.   (CPU time of one core)
 
     python experiments/rnn_figure4.py [--scale full]  measure and print
     python experiments/rnn_figure4.py --report        table, figure and verdict from the rows

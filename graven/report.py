@@ -92,7 +92,7 @@ def table(rows: Sequence[Row], *, row: str, column: str, value: Callable[[Row], 
 
 
 @contextmanager
-def figure(path: Path, *, width: float = 7.0, height: float = 3.6, columns: int = 1, rows: int = 1) -> "Iterator[list[Axes]]":
+def figure(path: Path, *, width: int | float = 7.0, height: int | float = 3.6, columns: int = 1, rows: int = 1) -> "Iterator[list[Axes]]":
     """Axes to draw on, row by row, saved as a PNG at `path` when the block ends.
 
     Raises:

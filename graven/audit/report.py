@@ -36,10 +36,10 @@ class Finding:
     """
 
     name: str
-    value: float
+    value: int | float
     meaning: str
     threshold: float | None = None
-    controls: dict[str, float] = dataclasses.field(default_factory=dict)
+    controls: dict[str, int | float] = dataclasses.field(default_factory=dict)
 
     @property
     def line(self) -> str:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from graven.decoding import GREEDY, Decoding, Stream, decode
-from graven.errors import ModelError, TextError
+from graven.errors import ModelError, OrderError, TextError
 from graven.layers.transformers import OURS, counted, register_attention
 from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, score, without_state
 from graven.ops.second_order import check_twice_differentiable
@@ -82,16 +82,17 @@ class Pretrained(nn.Module):
     def twice_differentiable(self) -> bool:
         """Found by trying, because it depends on the machine as well: the fused attention kernels have no second derivative.
 
-        Raises:
-            OrderError: There is an operation in the model that could drop a part of a second derivative without a word.
+        False, too, where an operation of the model could drop a part of it without a word, as Bloom's GELU does.
         """
         x = self.model.get_input_embeddings()(torch.arange(4, device=self.model.device)[None]).detach().requires_grad_()
         with torch.enable_grad():
             loss = self.hidden(x).square().sum()
-            check_twice_differentiable(loss, [x])
-            (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
             try:
+                check_twice_differentiable(loss, [x])
+                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
                 torch.autograd.grad(gradient.square().sum(), x)
+            except OrderError:
+                return False
             except RuntimeError as error:
                 if "not implemented" not in str(error):
                     raise

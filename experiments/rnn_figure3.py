@@ -4,7 +4,7 @@ Claim    Training finds attention from about twice the least number of neurons o
          where 42 do, a teacher of 12 dimensions and rank 6; (c) 24 where 12 do, in-context linear regression.
 Differs  As many output gates as hidden neurons; the recipe of `graven.fit`, some hundred times shorter than the paper's training. Each seed has a
          teacher of its own. The loss is relative to the power of the targets; in (c) it is what is left above one best gradient step.
-Cost     --scale full: panel (c) 96 s, (a) 133 s; (b) has not been run.   (CPU time of one core, measured on a busy machine)
+Cost     --scale full: panel (c) 96 s, (a) 133 s, (b) 163 s.   (CPU time of one core, measured on a busy machine)
 
     python experiments/rnn_figure3.py [--panel a]                        measure small and print
     python experiments/rnn_figure3.py --scale full [--panel a]           measure; points that have their rows are passed over

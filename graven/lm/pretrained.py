@@ -48,6 +48,7 @@ class Pretrained(nn.Module):
     def __init__(self, model: Any, tokenizer: Any, *, name: str, revision: str | None = None):
         super().__init__()
         self.model, self.tokenizer, self.name, self.revision = model, tokenizer, name, revision
+        self._found_twice: dict[tuple[str | None, torch.device, bool], bool] = {}  # what was found by trying, for each way of running it
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self} has no head that is one matrix, so no logits can be read from a memory. Use another model.")
         self.width: int = model.get_input_embeddings().weight.shape[1]
@@ -84,6 +85,12 @@ class Pretrained(nn.Module):
 
         False, too, where an operation of the model could drop a part of it without a word, as Bloom's GELU does.
         """
+        way = getattr(self.model.config, "_attn_implementation", None), self.model.device, self.model.training
+        if way not in self._found_twice:
+            self._found_twice[way] = self._try_twice()
+        return self._found_twice[way]
+
+    def _try_twice(self) -> bool:
         x = self.model.get_input_embeddings()(torch.arange(4, device=self.model.device)[None]).detach().requires_grad_()
         with torch.enable_grad():
             loss = self.hidden(x).square().sum()

@@ -3,9 +3,10 @@
 The experiments `rnn_*.py` share it. Every run has weights, tokens and targets of its own; the loss is a sum over runs, so none feels another.
 """
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from graven.report import read_lines, write_lines
 from graven.tasks.regression import Regression
 from graven.tasks.teacher import Teacher, attend
 
+S = TypeVar("S")
 Batch = Callable[[int], tuple[Tensor, Tensor]]
 HERE = Path(__file__).parent
 FIGURES = HERE.parent / "docs" / "figures"
@@ -155,6 +157,16 @@ def paired_excess(runs: Runs, task: Regression, rate: float, *, prompts: int, se
         parts.append(((own - drawn.target).square() - (step - drawn.target).square()).mean(-1) / 2)
     difference = torch.cat(parts, 1)
     return [(row.mean().item(), row.std().item() / len(row) ** 0.5) for row in difference]
+
+
+def asked(scales: Mapping[str, S]) -> tuple[argparse.Namespace, S]:
+    """What the command line asks for, `scale` and `report`, and the scale itself; one thread from here on."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scale", choices=scales, default="small")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    return arguments, scales[arguments.scale]
 
 
 def resumed(name: str, scale: str, points: Sequence[Any], key: str, measure: Callable[[Any], list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -9,14 +9,13 @@ Cost     --scale full: 67 s of training, 34 a seed.   (CPU time of one core, mea
     python experiments/rnn_gru.py --report            table, figure and verdict from the rows
 """
 
-import argparse
 import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from rnn_common import FIGURES, ROWS, resumed
+from rnn_common import FIGURES, ROWS, asked, resumed
 
 from graven.fit import FitSpec, fit
 from graven.layers.classic import Classic, ClassicSpec
@@ -179,12 +178,7 @@ def draw(rows: list[Row]) -> None:
 
 def main() -> int:
     """Measure or report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--scale", choices=SCALES, default="small")
-    parser.add_argument("--report", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    scale = SCALES[arguments.scale]
+    arguments, scale = asked(SCALES)
     if arguments.report:
         rows = read_lines(ROWS / "rnn_gru.jsonl")
         draw(rows)

@@ -11,7 +11,6 @@ Cost     --scale small: 12 s with imports.  --scale full: 25 s.   (CPU time of o
     python experiments/rnn_lambda.py --report            table, figure and verdict from the rows
 """
 
-import argparse
 import itertools
 import sys
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rnn_common import FIGURES, ROWS, Runs, relative_losses, resumed, teachers_batch, train
+from rnn_common import FIGURES, ROWS, Runs, asked, relative_losses, resumed, teachers_batch, train
 from torch import Tensor
 
 from graven.audit.kernel import Attention, best_kernel, kernel_forms
@@ -145,12 +144,7 @@ def draw(rows: list[Row]) -> None:
 
 def main() -> int:
     """Measure or report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--scale", choices=SCALES, default="small")
-    parser.add_argument("--report", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    scale = SCALES[arguments.scale]
+    arguments, scale = asked(SCALES)
     if arguments.report:
         rows = read_lines(ROWS / "rnn_lambda.jsonl")
         draw(rows)

@@ -11,13 +11,12 @@ Cost     --scale small: 10 s with imports.  --scale full: 26 s.   (CPU time of o
     python experiments/rnn_recall.py --report            table, figure and verdict from the rows
 """
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rnn_common import FIGURES, ROWS, Batch, Runs, resumed, train
+from rnn_common import FIGURES, ROWS, Batch, Runs, asked, resumed, train
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -142,12 +141,7 @@ def draw(rows: list[Row]) -> None:
 
 def main() -> int:
     """Measure or report."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--scale", choices=SCALES, default="small")
-    parser.add_argument("--report", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    scale = SCALES[arguments.scale]
+    arguments, scale = asked(SCALES)
     if arguments.report:
         rows = read_lines(ROWS / "rnn_recall.jsonl")
         draw(rows)

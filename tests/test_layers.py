@@ -44,6 +44,7 @@ LAYER = {
     "engrave": 6,
     "answer": 6,
     "study": 6,
+    "training": 6.5,
     "train": 7,
     "fit": 7,
     "distill": 7,

@@ -80,16 +80,26 @@ def write(
     queries: Annotated[
         Path | None, typer.Option(metavar="FILE", help="What will be asked behind a distilled prompt; left out, the model asks itself.")
     ] = None,
+    study_prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What the model asks itself with, a prompt a line; {} stands for what it writes.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The memory stands inside the user turn of the model's chat template.")] = False,
     probes: ProbesOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
     from graven.memory.file import ensure_replaceable
+    from graven.tasks.queries import parse_prompts
     from graven.written import Wish, facts_of, lines_of, shortfalls, written
 
     text = read_text(file)
-    wish = Wish(objective=objective, queries=None if queries is None else read_queries(queries), chat=chat, probes=probes)
+    wish = Wish(
+        objective=objective,
+        queries=None if queries is None else read_queries(queries),
+        study_prompts=None if study_prompts is None else parse_prompts(read_text(str(study_prompts)), lines_of_json=study_prompts.suffix == ".jsonl"),
+        chat=chat,
+        probes=probes,
+    )
     ensure_replaceable(out)
     with progress_bar("writing", quiet=json) as tick:
         done = written(
@@ -214,17 +224,21 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in that folder.")] = False,
     workers: Annotated[int, typer.Option(metavar="N", help="Micro-batches side by side, a core each; the result is the same.")] = 1,
 ) -> int:
-    """Meta-train a small model and its memory."""
+    """Meta-train a memory: of a small model on records, or of a language model on texts, questions and answers."""
     import torch
 
-    from graven.train import longest, read_spec
-    from graven.train import train as run_training
+    from graven.train import TrainSpec, longest
+    from graven.train_triples import read_spec
+    from graven.train_triples import train as run_training
 
-    torch.set_num_threads(1)  # as in `open_model`; more cores are for --workers
     settings = read_spec(spec)
+    if isinstance(settings, TrainSpec):
+        torch.set_num_threads(1)  # as in `open_model`; more cores are for --workers
     folder = out or Path("runs") / spec.stem
     with progress_bar("training", total=longest(settings)) as tick:
-        run_training(settings, folder, resume=resume, workers=workers, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"]))
+        run_training(
+            settings, folder, resume=resume, workers=workers, note=note, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"])
+        )
     say(f"checkpoint: {folder}   use it with: graven write FILE --model {folder} -o OUT")
     return 0
 

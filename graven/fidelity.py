@@ -47,8 +47,7 @@ def probe(reader: Reader, text: Sequence[int], *, count: int, seed: int) -> Fide
     try:
         prompts = CHAT[:1] if reader.chat else QUESTION
         asked = self_study(reader.model, text, count=count, prompts=prompts, seed=seed, chat=reader.chat)
-        nothing = sorted(reader.model.stop)[:1]  # the end of a text stands for the beginning of another
-        foreign = self_study(reader.model, nothing, count=count, prompts=prompts, seed=seed, chat=reader.chat) if nothing else []
+        foreign = self_study(reader.model, [], count=count, prompts=prompts, seed=seed, chat=reader.chat)
         return fidelity(reader, text, [Query(line) for line in asked], foreign) if asked else None
     except TextError:
         return None

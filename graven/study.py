@@ -35,7 +35,7 @@ def self_study(
 
     Args:
         model: Asks.
-        text: Token ids; without any, the model asks about nothing in particular.
+        text: Token ids; without any, the model asks about nothing in particular, behind what it begins or else ends a text with.
         count: How many at most.
         prompts: `PLAIN`, or `CHAT` in a chat, where left out; they take turns.
         seed: Of the draws.
@@ -49,7 +49,7 @@ def self_study(
     if count < 1 or not prompts:
         raise SpecError(f"`count` is {count} and there are {len(prompts)} prompts; both must be at least 1.")
     before = model.encode(halves(model.tokenizer, "", name=model.name)[0]) if chat else model.opening
-    prompted = Prompted(model, model.embed(Tokens.of([[*before, *text] or model.encode("\n") or [0]]))[0])
+    prompted = Prompted(model, model.embed(Tokens.of([[*before, *text] or sorted(model.stop)[:1] or [0]]))[0])
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, None] = {}
     for taken in range(ROUNDS):

@@ -23,12 +23,14 @@ class Wish:
     Args:
         objective: As `graven.memory.objective.weights_of` reads it; the model's own where left out.
         queries: For an objective with "distill" in it; the model asks itself where left out.
+        study_prompts: What the model is asked for queries with, where it asks itself; its own list where left out.
         chat: In the user turn of the chat template.
         probes: Questions that the model asks itself to measure the memory with; the model's own number where left out.
     """
 
     objective: str | None = None
     queries: Sequence[Query] | None = None
+    study_prompts: Sequence[str] | None = None
     chat: bool = False
     probes: int | None = None
 
@@ -60,6 +62,9 @@ def written(
     weights = {} if wish.objective is None else weights_of(wish.objective)
     if wish.queries is not None and "distill" not in weights:
         raise SpecError("--queries is given and nothing is distilled; add --objective distill.")
+    if wish.study_prompts is not None and ("distill" not in weights or wish.queries is not None):
+        reason = "nothing is distilled; add --objective distill" if "distill" not in weights else "so is --queries; give one of the two"
+        raise SpecError(f"--study-prompts is given and {reason}.")
     if wish.probes is not None and "distill" in weights:
         raise SpecError("--probes is given and a distilled memory is measured on the queries that are held out; leave it out.")
     if not isinstance(model, TextModel):
@@ -69,7 +74,7 @@ def written(
         return Written(memory=model.write(text, steps=steps, rate=rate, seed=seed, deadline=deadline, progress=progress))
     common: dict[str, Any] = {"steps": steps, "rate": rate, "seed": seed, "deadline": deadline, "progress": progress, "chat": wish.chat}
     if "distill" in weights:
-        memory, distilled = model.distill(text, wish.queries, objective=wish.objective or "distill", **common)
+        memory, distilled = model.distill(text, wish.queries, objective=wish.objective or "distill", prompts=wish.study_prompts, **common)
         return Written(memory=memory, distilled=distilled)
     return Written(memory=model.write(text, objective=wish.objective or "reconstruct", probes=wish.probes, **common))
 

@@ -101,9 +101,15 @@ def test_no_question_is_no_measure(reader, ids):
 # At the write
 
 
+def numbers(measured):
+    """All numbers of a fidelity."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in dataclasses.astuple(measured))
+    return [number for part in parts for number in part if number is not None]
+
+
 def test_a_write_keeps_what_it_measured_and_asks_the_same_questions_again(memory, reader, ids, tmp_path):
-    kept = memory.about.fidelity
-    assert kept == probe(reader, ids, count=3, seed=0)
+    kept, anew = memory.about.fidelity, probe(reader, ids, count=3, seed=0)
+    assert numbers(kept) == pytest.approx(numbers(anew), rel=1e-5, abs=1e-6)  # sums in float32 depend on where in memory a tensor lies
     assert kept.memory.queries == kept.closed_book.queries == kept.full_context.queries == 3
     assert 0 <= kept.found <= 1
     assert 0 <= kept.false_found <= 1

@@ -4,7 +4,7 @@ import pytest
 from asserts import assert_refused
 
 from graven.errors import TextError
-from graven.tasks.queries import Query, parse_queries
+from graven.tasks.queries import Query, parse_prompts, parse_queries
 
 
 def test_plain_text_has_a_query_a_line_and_perhaps_a_tab_and_an_answer():
@@ -43,3 +43,20 @@ def test_a_line_that_is_no_query_is_refused_by_its_number(line, lines_of_json, w
 def test_too_few_queries_are_refused():
     assert len(parse_queries("a\nb\nc", lines_of_json=False, least=3)) == 3
     assert_refused(TextError, "there are 2 queries, and at least 3", lambda: parse_queries("a\nb\n\n", lines_of_json=False, least=3))
+
+
+def test_prompts_stand_a_line_each_as_text_or_as_json_strings():
+    assert parse_prompts("{}\r\n\n Ask:{} \n", lines_of_json=False) == ["{}", " Ask:{} "]
+    assert parse_prompts('"\\n\\nQuestion:{}\\nAnswer:"\n', lines_of_json=True) == ["\n\nQuestion:{}\nAnswer:"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("{}", "line 2 of the prompts is {}; a string that is not empty"), ('" "', 'is " "; a string'), ("Ask:", "line 2 of the prompts is no JSON")],
+)
+def test_a_line_that_is_no_prompt_is_refused_by_its_number(line, words):
+    assert_refused(TextError, words, lambda: parse_prompts(f'"a"\n{line}\n', lines_of_json=True))
+
+
+def test_a_file_without_a_prompt_is_refused():
+    assert_refused(TextError, "there is no prompt", lambda: parse_prompts("\n \n", lines_of_json=False))

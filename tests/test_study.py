@@ -39,6 +39,14 @@ def test_a_place_in_a_prompt_is_filled_with_what_the_model_writes(model, text):
         assert len(model.encode(query)) > 3
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_model_that_has_no_text_asks_about_nothing_in_particular(name, monkeypatch):
+    model = zoo.pretrained(name)
+    assert model.encode("\n") == []
+    monkeypatch.setattr(model, "stop", frozenset())
+    assert len(self_study(model, [], count=3, prompts=["{}"], seed=0)) == 3
+
+
 def test_a_prompt_without_a_place_is_an_instruction_and_no_part_of_the_query(model):
     assert not any("w7 w8" in query for query in self_study(model, TEXT, count=4, prompts=["w7 w8"], seed=0))
 

@@ -97,6 +97,18 @@ def test_without_queries_the_model_asks_itself(run, monkeypatch):
     assert facts["held_out"]["accuracy"] is None
 
 
+def test_a_file_replaces_what_the_model_asks_itself_with(run, place, directory, monkeypatch):
+    monkeypatch.setattr("graven.models.text.OWN_QUERIES", 9)
+    (place / "ask.jsonl").write_text('"w7 w8{}"\n')
+    states = []
+    for more in ["--study-prompts", "ask.jsonl"], []:
+        assert run("--objective", "distill", *SMALL, *more)[0] in (0, 1)  # four steps may not be enough
+        states.append(Memory.load("p.graven").state)
+    memory, _ = graven.load(directory, slots=4).distill(PROMPT, steps=4, prompts=["w7 w8{}"])
+    assert memory.state.equal(states[0])
+    assert not memory.state.equal(states[1])
+
+
 def test_in_a_chat_prompt_and_query_stand_in_the_user_turn(run, directory):
     code, _, _ = run(*DISTILL, "--chat")
     memory = Memory.load("p.graven")
@@ -131,6 +143,8 @@ def test_a_text_is_recited_from_inside_a_chat(run, directory, place):
         (["--objective", "distill", "--queries", "none.txt"], "cannot read none.txt"),
         (["--objective", "distill", "--queries", "prompt.txt"], "there are 1 queries and 3 are needed"),
         (["--objective", "distill", "--queries", "queries.txt", "--slots", "24"], "the prompt has 24 tokens and the memory 24 vectors"),
+        (["--study-prompts", "queries.txt"], "--study-prompts is given and nothing is distilled; add --objective distill."),
+        ([*DISTILL, "--study-prompts", "queries.txt"], "--study-prompts is given and so is --queries; give one of the two."),
         ([*DISTILL, "--rate", "0"], "`rate` is 0.0"),
         ([*DISTILL, "--steps", "-1"], "`steps` is -1"),
     ],

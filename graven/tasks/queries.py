@@ -57,6 +57,26 @@ def parse_queries(text: str, *, lines_of_json: bool, least: int = 1) -> list[Que
     return queries
 
 
+def parse_prompts(text: str, *, lines_of_json: bool) -> list[str]:
+    """What a model is asked for queries with: a prompt a line, or a JSON string a line, whose line breaks are spelled \\n.
+
+    Raises:
+        TextError: A line cannot be read or is empty, or there is none.
+    """
+    found: list[str] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        line = line.removesuffix("\r")
+        if line.strip():
+            where = f"line {number} of the prompts"
+            prompt = _json(line, where) if lines_of_json else line
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise TextError(f"{where} is {line.strip()[:60]}; a string that is not empty was expected.")
+            found.append(prompt)
+    if not found:
+        raise TextError("there is no prompt; give at least one line, such as {} or an instruction.")
+    return found
+
+
 def _of_plain(line: str, number: int) -> Query:
     query, tab, answer = line.partition("\t")
     if "\t" in answer:
@@ -66,14 +86,18 @@ def _of_plain(line: str, number: int) -> Query:
 
 def _of_json(line: str, number: int) -> Query:
     where = f"line {number} of the queries"
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too many brackets"
-        raise TextError(f"{where} is no JSON ({reason}); a .jsonl file has one object a line. For plain text choose another ending.") from error
+    row = _json(line, where)
     if not isinstance(row, dict) or "query" not in row or set(row) - {"query", "answer"}:
         raise TextError(f'{where} is {line.strip()[:60]}; an object with "query" and perhaps "answer", and nothing else, was expected.')
     for key, value in row.items():
         if not isinstance(value, str):
             raise TextError(f'{where} has {value!r} as its "{key}"; a string was expected.')
     return Query(row["query"], row.get("answer"))
+
+
+def _json(line: str, where: str) -> object:
+    try:
+        return json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "too many brackets"
+        raise TextError(f"{where} is no JSON ({reason}); a .jsonl file has JSON in each line. For plain text choose another ending.") from error

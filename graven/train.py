@@ -1,4 +1,4 @@
-"""The one training loop: a small decoder and its GradMem, meta-learned through the write on a task with known answers.
+"""The one training loop: a memory and the small model that it is of, learned through write and read on a task with known answers.
 
 A run is a folder. `resume.safetensors` holds everything that the next step depends on and is replaced as a whole, so a run that was killed goes
 on with `resume=True` and ends with the same bits as one that was not. The finished checkpoint is `model.safetensors` with `model.json`.
@@ -23,16 +23,18 @@ from torch.nn import functional as F
 
 from graven.errors import ModelError, OutputError, SpecError
 from graven.layers.decoder import DecoderSpec
-from graven.lm.small import Small
 from graven.measure import read_episode, right
-from graven.memory.gradient import GradMem, GradMemSpec
+from graven.memory.base import Trainable, written
+from graven.memory.kinds import MemorySpec, make, takes_steps
 from graven.report import figure, read_lines, write_atomically, write_lines
 from graven.settings import build, read_toml, table_of
 from graven.tasks.base import Episode
+from graven.tasks.phonebook import Phonebook
 from graven.tasks.retrieval import Retrieval
 
 FORMAT = 1
 SMOOTHING = 0.1  # weight of the newest step in the running exact match that gates a stage
+PADDING = -100  # where a target has no token; counts in no loss
 LAST_RATE = 0.05  # where a cosine ends, as a share of the rate
 
 
@@ -42,7 +44,7 @@ class Stage:
 
     Args:
         pairs: Sizes of context, N; one is drawn for each step.
-        steps: Numbers of write steps, K; one is drawn for each step.
+        steps: Numbers of write steps, K; one is drawn for each step. Left out for memories that take none.
         at_most: Training steps after which the stage ends in any case.
         until: Running exact match that ends it earlier.
         rate: The optimizer's rate in this stage; that of [optimizer] where left out.
@@ -50,14 +52,14 @@ class Stage:
     """
 
     pairs: tuple[int, ...]
-    steps: tuple[int, ...]
     at_most: int
+    steps: tuple[int, ...] = ()
     until: float = 2.0
     rate: float | None = None
     decay_over: int = 0
 
     def __post_init__(self) -> None:
-        if not self.pairs or not self.steps or min(self.pairs) < 1 or min(self.steps) < 0 or self.at_most < 1:
+        if not self.pairs or min(self.pairs) < 1 or min(self.steps, default=0) < 0 or self.at_most < 1:
             raise SpecError("a stage needs `pairs` of at least 1, `steps` of at least 0 and `at_most` of at least 1.")
         if self.rate is not None and not self.rate > 0:
             raise SpecError(f"`rate` is {self.rate}; it must be above 0.")
@@ -95,9 +97,9 @@ class TrainSpec:
     """Everything that a run depends on; the same spec and seed give the same bits on one machine."""
 
     seed: int
-    task: Retrieval
+    task: Retrieval | Phonebook
     model: DecoderSpec
-    memory: GradMemSpec
+    memory: MemorySpec
     optimizer: Optimizer
     stage: tuple[Stage, ...]
     checkpoint_every: int = 25
@@ -105,11 +107,13 @@ class TrainSpec:
     def __post_init__(self) -> None:
         if self.model.vocabulary != self.task.vocabulary:
             raise SpecError(
-                f"`model.vocabulary` is {self.model.vocabulary} and the task has {self.task.vocabulary} tokens "
-                f"({self.task.symbols} symbols and 4 marks); make them equal."
+                f"`model.vocabulary` is {self.model.vocabulary} and the task has {self.task.vocabulary} tokens, its marks included; make them equal."
             )
         if not self.stage:
             raise SpecError("the spec has no [[stage]]; add at least one.")
+        if any(bool(stage.steps) != takes_steps(self.memory) for stage in self.stage):
+            needs = "needs `steps`" if takes_steps(self.memory) else "has `steps`, and its write takes none: leave them out of"
+            raise SpecError(f'a memory of kind "{self.memory.kind}" {needs} in every [[stage]].')
         most = max(max(stage.pairs) for stage in self.stage)
         if most > self.task.keys:
             raise SpecError(f"a stage has {most} `pairs` and the task {self.task.keys} different keys; lower `pairs` or raise `key_length`.")
@@ -134,7 +138,7 @@ class Progress:
 class Trained:
     """A finished checkpoint: the memory with its model, and the spec it came from."""
 
-    memory: GradMem
+    memory: Trainable[Any]
     spec: TrainSpec
     about: dict[str, Any]
 
@@ -153,11 +157,11 @@ def longest(spec: TrainSpec) -> int:
     return sum(stage.at_most for stage in spec.stage)
 
 
-def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
+def new_memory(spec: TrainSpec, *, name: str) -> Trainable[Any]:
     """Model and memory at the start of a run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        return GradMem(Small(spec.model, name=name), spec.memory, seed=spec.seed)
+        return make(spec.model, spec.memory, name=name, seed=spec.seed)
 
 
 def train(
@@ -205,12 +209,12 @@ def train(
     return _finish(spec, out, memory, progress) if progress.stage == len(spec.stage) else None
 
 
-def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def _step(spec: TrainSpec, memory: Trainable[Any], optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor) -> dict[str, Any]:
     """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
     stage, settings = spec.stage[progress.stage], spec.optimizer
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
     pairs = stage.pairs[int(torch.randint(len(stage.pairs), (1,), generator=generator))]
-    steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))]
+    steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))] if stage.steps else None
     rate = (settings.rate if stage.rate is None else stage.rate) * min(1.0, (progress.step + 1) / max(1, settings.warm_up))
     if stage.decay_over:
         rate *= LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * progress.stage_step / stage.decay_over)) / 2
@@ -247,17 +251,18 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
     return row
 
 
-def _part(memory: GradMem, episode: Episode, steps: int) -> tuple[float, float, tuple[Tensor | None, ...]]:
+def _part(memory: Trainable[Any], episode: Episode, steps: int | None) -> tuple[float, float, tuple[Tensor | None, ...]]:
     """Loss, exact match and gradients of one micro-batch."""
-    state = memory.write(memory.start(len(episode.context.ids)), episode.context, steps=steps)
+    state = written(memory, memory.start(len(episode.context.ids)), episode.context, steps=steps)
     logits = read_episode(memory, state, episode)
-    loss = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten())
+    wanted = episode.target.ids.masked_fill(~episode.target.mask, PADDING)
+    loss = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=PADDING)
     gradients = torch.autograd.grad(loss, list(memory.parameters()), allow_unused=True)
     return float(loss.detach()), float(right(logits.detach(), episode).float().mean()), gradients
 
 
 def _open_run(
-    spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, *, resume: bool
+    spec: TrainSpec, out: Path, memory: Trainable[Any], optimizer: torch.optim.Optimizer, *, resume: bool
 ) -> tuple[Progress, list[dict[str, Any]]]:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -292,7 +297,7 @@ def _open_run(
     return progress, [row for row in read_lines(out / "curve.jsonl") if row["step"] < progress.step]
 
 
-def _save_run(spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]) -> None:
+def _save_run(spec: TrainSpec, out: Path, memory: Trainable[Any], optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]) -> None:
     """Learning curve, its picture, and everything that the next step depends on."""
     write_lines(out / "curve.jsonl", curve)
     draw_curve(out / "curve.png", curve)
@@ -306,7 +311,7 @@ def _save_run(spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.opti
     _save(out / "resume.safetensors", tensors, about)
 
 
-def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress) -> Trained:
+def _finish(spec: TrainSpec, out: Path, memory: Trainable[Any], progress: Progress) -> Trained:
     about = {
         "format": FORMAT,
         "spec": table_of(spec),

@@ -12,7 +12,8 @@ Source: Kuratov et al. 2026, arXiv:2603.13875, section 3.1 (their data N*-K2V2-V
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -37,6 +38,7 @@ class Retrieval:
         SpecError: A number is below 1.
     """
 
+    kind: Literal["retrieval"] = field(default="retrieval", repr=False)
     key_length: int = 2
     value_length: int = 2
     symbols: int = 62

@@ -62,7 +62,7 @@ def right(logits: Float[Tensor, "B Q S A"], episode: Episode) -> Bool[Tensor, "B
 
 @torch.no_grad()
 def exact_match(
-    memory: Memory[Any], task: Retrieval, *, pairs: int, steps: Sequence[int] | None = None, contexts: int, seed: int
+    memory: Memory[Any], task: Retrieval | Phonebook, *, pairs: int, steps: Sequence[int] | None = None, contexts: int, seed: int
 ) -> Iterator[Row]:
     """One row for each number of steps, or one row of a memory that takes none; a write of more steps continues that of fewer.
 

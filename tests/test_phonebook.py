@@ -2,7 +2,7 @@
 
 import pytest
 
-from graven.errors import SpecError
+from graven.errors import SpecError, TextError
 from graven.tasks.phonebook import CHARACTERS, Phonebook
 
 BOOK = Phonebook()
@@ -19,7 +19,7 @@ def entries(context):
 
 
 def test_the_picture_in_the_docstring_is_true():
-    episode = BOOK.episode([[("anna", "5550"), ("bo", "123456")]])
+    episode = BOOK.episode_of([[("anna", "5550"), ("bo", "123456")]])
     assert text(episode.context.row(0)) == "\nanna:5550\nbo:123456\n"
     assert "".join(".*"[on] for on in episode.values[0].tolist()) == "......*****...*******"
     assert text(episode.query.ids[0, 1][episode.query.mask[0, 1]].tolist()) == "\nbo:"
@@ -81,3 +81,50 @@ def test_what_cannot_be_drawn_is_refused(make, sentence, generator):
     with pytest.raises(SpecError) as caught:
         make(generator)
     assert str(caught.value) == sentence
+
+
+# Text
+
+
+@pytest.mark.parametrize("typed", ["anna:5550\nbob:0123", "Anna: 5550\nBOB :0123\n", "\r\n  anna : 5550 \r\n\t\nbob:0123\r\n\r\n"])
+def test_entries_are_read_as_people_type_them(typed):
+    assert BOOK.parse(typed) == [("anna", "5550"), ("bob", "0123")]
+
+
+@pytest.mark.parametrize(
+    ("typed", "sentence"),
+    [
+        ("", "the text holds no entry; give at least one `name: number` line."),
+        (
+            "anna 5550",
+            "line 1 is 'anna 5550', and this model takes one `name: number` a line. For free text, name a language model: --model PATH.",
+        ),
+        ("\nal: 5550", "line 2: the name 'al' has 2 characters; this model takes 3 to 8. Shorten or lengthen it."),
+        ("alexandra: 1", "line 1: the name 'alexandra' has 9 characters; this model takes 3 to 8. Shorten or lengthen it."),
+        ("anna: 55", "line 1: the number '55' has 2 characters; this model takes 3 to 6. Shorten or lengthen it."),
+        ("anna: 555-12", "line 1: the number '555-12' has the character '-'; this model knows digits there. Spell it with those."),
+        ("Zoë: 5550", "line 1: the name 'zoë' has the character 'ë'; this model knows the letters a to z there. Spell it with those."),
+        (
+            "anna: 5550\nAnna: 5551",
+            "line 2 repeats the name 'anna'; names must be unique, and capitals make no difference. Drop one line.",
+        ),
+    ],
+)
+def test_a_text_that_is_no_phone_book_is_refused_with_its_line(typed, sentence):
+    with pytest.raises(TextError) as caught:
+        BOOK.parse(typed)
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("query", ["alice", "Alice", " ALICE : "])
+def test_a_query_is_a_name_however_it_is_written(query):
+    assert BOOK.key_of(query) == "alice"
+
+
+def test_a_query_that_is_no_name_is_refused():
+    with pytest.raises(TextError, match=r"^the query '7' has the character '7'; this model knows the letters a to z there\."):
+        BOOK.key_of("7")
+
+
+def test_a_context_is_the_text_between_line_breaks():
+    assert BOOK.lines_of(BOOK.context_of([("anna", "5550"), ("bob", "0123")])) == "anna:5550\nbob:0123"

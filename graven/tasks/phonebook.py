@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from graven.errors import SpecError, TextError
 from graven.tasks.base import Episode, Tokens
@@ -66,6 +64,11 @@ class Phonebook:
         """Most tokens of an answer, its end included."""
         return self.number_lengths[1] + 1
 
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset(encoded(MARKS))
+
     def sample(self, size: int, *, pairs: int, generator: torch.Generator, queries: int | None = None) -> Episode:
         """A batch of contexts with their queries.
 
@@ -83,9 +86,9 @@ class Phonebook:
             raise SpecError(f"`queries` is {queries} and a context has {pairs} pairs; ask at most every name once.")
         books = [list(zip(self._names(pairs, generator), self._numbers(pairs, generator), strict=True)) for _ in range(size)]
         asked = None if queries is None else [torch.randperm(pairs, generator=generator)[:queries].tolist() for _ in range(size)]
-        return self.episode(books, asked=asked)
+        return self.episode_of(books, asked=asked)
 
-    def episode(self, books: Sequence[Sequence[tuple[str, str]]], *, asked: Sequence[Sequence[int]] | None = None) -> Episode:
+    def episode_of(self, books: Sequence[Sequence[tuple[str, str]]], *, asked: Sequence[Sequence[int]] | None = None) -> Episode:
         """The context, queries and targets of given entries; `asked` picks the entries that are queried, all of them where left out.
 
         Every book has as many entries, and as many are asked of each.
@@ -106,6 +109,53 @@ class Phonebook:
     def query_of(self, name: str) -> list[int]:
         """Tokens of a query."""
         return encoded(f"\n{name}:")
+
+    def parse(self, text: str) -> list[tuple[str, str]]:
+        """Entries of a text with one `name: number` a line, as people type it: capitals are small letters, spaces around either part do not count,
+        blank lines are passed over.
+
+        Raises:
+            TextError: A line is no entry, has a name or a number of another length or with other characters, or a name that was there;
+                or there is no line at all.
+        """
+        found: dict[str, str] = {}
+        for number, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            parts = [part.strip() for part in line.split(":")]
+            if len(parts) != 2:
+                raise TextError(
+                    f"line {number} is {line.strip()[:40]!r}, and this model takes one `name: number` a line. "
+                    "For free text, name a language model: --model PATH."
+                )
+            name, value = self._name(parts[0], what=f"line {number}: the name"), parts[1]
+            _check_part(value, what=f"line {number}: the number", alphabet=DIGITS, known="digits", lengths=self.number_lengths)
+            if name in found:
+                raise TextError(f"line {number} repeats the name {name!r}; names must be unique, and capitals make no difference. Drop one line.")
+            found[name] = value
+        if not found:
+            raise TextError("the text holds no entry; give at least one `name: number` line.")
+        return list(found.items())
+
+    def key_of(self, query: str) -> str:
+        """The name that a user's query means: `alice`, `Alice` and ` alice: ` are one.
+
+        Raises:
+            TextError: It has another length than names have, or other characters.
+        """
+        return self._name(query.strip().removesuffix(":").strip(), what="the query")
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens as characters."""
+        return "".join(CHARACTERS[token] for token in ids)
+
+    def lines_of(self, ids: Sequence[int]) -> str:
+        """A context as a user writes it, one entry a line."""
+        return self.text_of(ids)[1:-1]
+
+    def _name(self, part: str, *, what: str) -> str:
+        _check_part(part.lower(), what=what, alphabet=LETTERS, known="the letters a to z", lengths=self.name_lengths)
+        return part.lower()
 
     def _names(self, count: int, generator: torch.Generator) -> list[str]:
         """Different names, some of them near to another one."""
@@ -132,6 +182,14 @@ class Phonebook:
 def encoded(text: str) -> list[int]:
     """Characters of a book as tokens."""
     return [CHARACTERS.index(character) for character in text]
+
+
+def _check_part(part: str, *, what: str, alphabet: str, known: str, lengths: tuple[int, int]) -> None:
+    strange = next((character for character in part if character not in alphabet), None)
+    if strange is not None:
+        raise TextError(f"{what} {part[:40]!r} has the character {strange!r}; this model knows {known} there. Spell it with those.")
+    if not lengths[0] <= len(part) <= lengths[1]:
+        raise TextError(f"{what} {part[:40]!r} has {len(part)} characters; this model takes {lengths[0]} to {lengths[1]}. Shorten or lengthen it.")
 
 
 def _below(bound: int, generator: torch.Generator) -> int:

@@ -12,6 +12,7 @@ from graven.errors import ShapeError, SpecError
 from graven.layers.base import Chain
 from graven.layers.classic import Classic, ClassicSpec
 from graven.layers.delta_net import DeltaNet, DeltaNetSpec
+from graven.layers.gated_linear import GatedLinearAttention, GatedLinearAttentionSpec
 from graven.layers.gated_rnn import GatedRNN, GatedRNNSpec
 from graven.layers.linear_attention import LinearAttention, LinearAttentionSpec
 from graven.layers.lru import LRU, LRUSpec
@@ -22,6 +23,7 @@ ROUNDING = 1e-12  # float64, a dozen tokens through one or two layers, and their
 DRAWN = {"dtype": torch.float64}
 LRU_SHAPE = {"width": WIDTH, "hidden": 5, "inner": 6, "out_width": OUT}
 DELTA_SHAPE = {"width": WIDTH, "heads": 2, "key_width": 2, "value_width": 3}
+GLA_SHAPE = {"width": WIDTH, "heads": 4, "key_value_heads": 2, "key_width": 2, "value_width": 3}
 MAMBA_SHAPE = {"width": WIDTH, "inner": 5, "memory": 3, "step_rank": 2, "out_width": OUT}
 
 
@@ -46,8 +48,12 @@ LAYERS: dict[str, Callable[[torch.Generator], nn.Module]] = {
     "Mamba without convolution": lambda g: Mamba(MambaSpec(**MAMBA_SHAPE, convolution=1, convolution_bias=False, bias=True), g, **DRAWN),
     "DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE), g, **DRAWN), g),
     "Gated DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE, gate=True, output_gate=True, convolution=1), g, **DRAWN), g),
+    "gated linear attention": lambda g: widened(GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE), g, **DRAWN), g),
+    "gated linear attention, convolutions": lambda g: widened(
+        GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE, convolution=3, convolution_bias=True, gate="scalar"), g, **DRAWN), g
+    ),
 }
-CHAINS = {"two LRUs", "DeltaNet", "Gated DeltaNet"}
+CHAINS = {"two LRUs", "DeltaNet", "Gated DeltaNet", "gated linear attention", "gated linear attention, convolutions"}
 
 
 @pytest.fixture(params=LAYERS)

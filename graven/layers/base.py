@@ -67,6 +67,11 @@ class Convolution(nn.Conv1d):
         return y, rows_at(seen, last).to(recent.dtype)
 
 
+def in_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B T H K"]:
+    """Features as heads side by side."""
+    return x.reshape(*x.shape[:2], heads, x.shape[-1] // heads)
+
+
 def affine(x: Tensor, weight: Tensor) -> Tensor:
     """A map whose last column acts on the constant 1."""
     return F.linear(x, weight[:, :-1], weight[:, -1])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import Convolution, at_least_one, entered, in_order, start_
+from graven.layers.base import Convolution, at_least_one, entered, in_heads, in_order, start_
 from graven.ops.delta import Form, delta
 from graven.shapes import check
 
@@ -112,7 +112,7 @@ class DeltaNet(nn.Module):
         """With padding at the end only, where the rate is 0 and the gate is open."""
         spec = self.spec
         mixed, recent = self.convolution(self.qkv(x), state[0], mask)
-        q, k, v = (part.reshape(*x.shape[:2], spec.heads, -1) for part in torch.split(F.silu(mixed), self.widths, -1))
+        q, k, v = (in_heads(part, spec.heads) for part in torch.split(F.silu(mixed), self.widths, -1))
         q, k = (part * (part.square().sum(-1, keepdim=True) + LENGTH).rsqrt() for part in (q, k))
         beta, log_gate = self.rate(x).sigmoid(), self.log_gate(x)
         if mask is not None:

@@ -121,8 +121,8 @@ def _states(memory: Memory[Any], episode: Episode, wanted: Sequence[int] | None)
                 yield k, Found(_share(memory, state, episode), step.loss, values)
             state, moments = step.state, step.moments
         return
-    for k in [None] if wanted is None else wanted:  # forward writes do not continue each other: each number of them begins anew
-        yield k, Found(_share(memory, written(memory, state, episode.context, steps=k), episode))
+    for steps in [None] if wanted is None else wanted:  # forward writes do not continue each other: each number of them begins anew
+        yield steps, Found(_share(memory, written(memory, state, episode.context, steps=steps), episode))
 
 
 def _share(memory: Memory[S], state: S, episode: Episode) -> Float[Tensor, "B"]:

@@ -297,7 +297,9 @@ def _open_run(
     return progress, [row for row in read_lines(out / "curve.jsonl") if row["step"] < progress.step]
 
 
-def _save_run(spec: TrainSpec, out: Path, memory: Trainable[Any], optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]) -> None:
+def _save_run(
+    spec: TrainSpec, out: Path, memory: Trainable[Any], optimizer: torch.optim.Optimizer, progress: Progress, curve: list[dict[str, Any]]
+) -> None:
     """Learning curve, its picture, and everything that the next step depends on."""
     write_lines(out / "curve.jsonl", curve)
     draw_curve(out / "curve.png", curve)

@@ -28,6 +28,7 @@ LAYER = {
     "lm": 4,
     "construct": 4,
     "memory": 5,
+    "memory.rules": 4.9,
     "memory.kinds": 5.1,
     "audit": 5,
     "audit.polynomial": 5.1,

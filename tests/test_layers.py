@@ -24,6 +24,7 @@ LAYER = {
     "tasks": 2,
     "layers": 3,
     "layers.ttt": 3.1,
+    "layers.lact": 3.1,
     "decoding": 3,
     "lm": 4,
     "construct": 4,

@@ -17,7 +17,7 @@ same input.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import at_least_one, entered
+from graven.layers.base import Convolution, at_least_one, entered, in_order
 from graven.layers.decoder import EPSILON, angles
 from graven.ops.pointwise import rotate
 from graven.shapes import check
-from graven.tasks.base import front, rows_at
+from graven.tasks.base import rows_at
 
 STD = 0.02  # of linear maps and of the inner weights at the start, as in the public code
 
@@ -55,6 +55,7 @@ class TTTSpec:
     convolution: int = 4
     gate: bool = True
     rate: float = 1.0
+    kind: Literal["ttt"] = "ttt"
 
     def __post_init__(self) -> None:
         at_least_one(width=self.width, heads=self.heads, batch=self.batch)
@@ -111,10 +112,7 @@ class TTT(nn.Module):
         width, features = spec.width, spec.width // spec.heads
         self.q, self.v, self.out = (nn.Linear(width, width, bias=False, dtype=dtype) for _ in range(3))
         self.k = None if spec.convolution else nn.Linear(width, width, bias=False, dtype=dtype)
-        size = max(1, spec.convolution)
-        self.convolution_q, self.convolution_k = (
-            nn.Conv1d(width, width, size, groups=width, dtype=dtype) if spec.convolution else None for _ in range(2)
-        )
+        self.convolutions = nn.ModuleList(Convolution(width, spec.convolution, dtype=dtype) for _ in range(2 if spec.convolution else 0))
         self.rate = nn.Linear(width, spec.heads, dtype=dtype)
         self.gate = nn.Linear(width, width, bias=False, dtype=dtype) if spec.gate else None
         self.norm = nn.LayerNorm(width, eps=EPSILON, dtype=dtype)
@@ -150,38 +148,28 @@ class TTT(nn.Module):
         state = self.start(len(x)) if state is None else TTTState(*state)
         features, heads = self.spec.width // self.spec.heads, self.spec.heads
         check(x=(x, "B T D"), weight=(state.weight, f"B {heads} {features} {features}"))
-        if not x.shape[1]:
-            return x, state
-        if mask is None:
-            return self._run(x, state, x.new_full((len(x),), x.shape[1], dtype=torch.long))
-        order = front(mask)  # neighbours are then those that the convolutions should see
-        y, end = self._run(rows_at(x, order), state, mask.sum(1))
-        return rows_at(y, order.argsort(1)), end
+        return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
 
-    def _run(self, x: Tensor, state: TTTState, lengths: Tensor) -> tuple[Tensor, TTTState]:
+    def _run(self, x: Tensor, state: TTTState, mask: Tensor | None) -> tuple[Tensor, TTTState]:
         """With padding at the end only."""
-        q, k, recent = self._queries_and_keys(x, state.recent, lengths)
+        q, k, recent = self._queries_and_keys(x, state.recent, mask)
         parts = (_wide(part) for part in (q, k, self.v(x), self.rate(x).sigmoid() * (self.spec.rate * self.spec.heads / self.spec.width)))
         # each row starts in the column of its place, so that all rows go from one mini-batch to the next in the same column
         place, length = state.place.long()[:, None], x.shape[1]
         columns = torch.arange(-(-(length + int(place.max())) // self.spec.batch) * self.spec.batch, device=x.device)
         here = columns - place
-        real = (here >= 0) & (here < lengths[:, None])
+        real = (here >= 0) & (here < (length if mask is None else mask.sum(1, keepdim=True)))
         rows = [rows_at(part, here.clamp(0, length - 1)) for part in parts]
         o, end = self._batches(*rows, real, state._replace(recent=recent))
         o = self.norm(rows_at(o, place + torch.arange(length, device=x.device)).to(x.dtype))
         return self.out(o if self.gate is None else F.gelu(self.gate(x), approximate="tanh") * o), end
 
-    def _queries_and_keys(self, x: Tensor, recent: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _queries_and_keys(self, x: Tensor, recent: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q(x)
         if self.k is not None:
             return q, self.k(x), recent
-        assert self.convolution_q is not None
-        assert self.convolution_k is not None
-        seen = torch.cat([recent.to(q.dtype), q], 1)
-        q, k = (convolve(seen.transpose(1, 2)).transpose(1, 2) for convolve in (self.convolution_q, self.convolution_k))
-        last = lengths[:, None] + torch.arange(recent.shape[1], device=x.device)
-        return q, k, rows_at(_wide(seen), last)
+        (q, window), (k, _) = (convolution(q, recent, mask) for convolution in self.convolutions)
+        return q, k, window
 
     def _batches(self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, real: Tensor, state: TTTState) -> tuple[Tensor, TTTState]:
         """From mini-batch to mini-batch; rows of [B, T, D] with T a multiple of a mini-batch, `real` where there is a token."""

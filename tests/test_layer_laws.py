@@ -17,6 +17,7 @@ from graven.layers.gated_rnn import GatedRNN, GatedRNNSpec
 from graven.layers.linear_attention import LinearAttention, LinearAttentionSpec
 from graven.layers.lru import LRU, LRUSpec
 from graven.layers.mamba import Mamba, MambaSpec
+from graven.layers.mamba2 import Mamba2, Mamba2Spec
 
 WIDTH, OUT = 3, 4
 ROUNDING = 1e-12  # float64, a dozen tokens through one or two layers, and their derivatives
@@ -46,6 +47,7 @@ LAYERS: dict[str, Callable[[torch.Generator], nn.Module]] = {
     "GRU": lambda g: Classic(ClassicSpec(width=WIDTH, hidden=5, cell="gru", out_width=OUT), g, **DRAWN),
     "Mamba": lambda g: Mamba(MambaSpec(**MAMBA_SHAPE), g, **DRAWN),
     "Mamba without convolution": lambda g: Mamba(MambaSpec(**MAMBA_SHAPE, convolution=1, convolution_bias=False, bias=True), g, **DRAWN),
+    "Mamba-2": lambda g: widened(Mamba2(Mamba2Spec(width=WIDTH, inner=8, heads=4, groups=2, memory=3), g, **DRAWN), g),
     "DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE), g, **DRAWN), g),
     "Gated DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE, gate=True, output_gate=True, convolution=1), g, **DRAWN), g),
     "gated linear attention": lambda g: widened(GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE), g, **DRAWN), g),
@@ -53,7 +55,7 @@ LAYERS: dict[str, Callable[[torch.Generator], nn.Module]] = {
         GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE, convolution=3, convolution_bias=True, gate="scalar"), g, **DRAWN), g
     ),
 }
-CHAINS = {"two LRUs", "DeltaNet", "Gated DeltaNet", "gated linear attention", "gated linear attention, convolutions"}
+CHAINS = {"two LRUs", "Mamba-2", "DeltaNet", "Gated DeltaNet", "gated linear attention", "gated linear attention, convolutions"}
 
 
 @pytest.fixture(params=LAYERS)
@@ -186,7 +188,15 @@ def test_what_does_not_fit_a_layer_is_one_sentence(layer, randn):
     assert_refused(ShapeError, "`mask` has shape .* axis 1 is 4", lambda: layer(randn(2, 3, WIDTH), mask=torch.ones(2, 4).bool()))
 
 
-SPECS = {"gated": GatedRNNSpec, "lru": LRUSpec, "classic": ClassicSpec, "mamba": MambaSpec, "attention": LinearAttentionSpec, "delta": DeltaNetSpec}
+SPECS = {
+    "gated": GatedRNNSpec,
+    "lru": LRUSpec,
+    "classic": ClassicSpec,
+    "mamba": MambaSpec,
+    "mamba2": Mamba2Spec,
+    "attention": LinearAttentionSpec,
+    "delta": DeltaNetSpec,
+}
 
 
 @pytest.mark.plain
@@ -204,6 +214,8 @@ SPECS = {"gated": GatedRNNSpec, "lru": LRUSpec, "classic": ClassicSpec, "mamba":
         ("`cell` is 'rnn'; .*\"gru\"", "classic", {"width": 2, "hidden": 2, "cell": "rnn"}),
         ("`memory` is 0; .*at least 1", "mamba", {"width": 2, "inner": 2, "memory": 0, "step_rank": 1}),
         ("`heads` is 0; .*at least 1", "attention", {"width": 2, "heads": 0}),
+        ("`inner` is 6, `heads` 4 and `groups` 1; .*multiple", "mamba2", {"width": 2, "inner": 6, "heads": 4, "memory": 1}),
+        ("`epsilon` is 0; .*above 0", "mamba2", {"width": 2, "inner": 6, "heads": 2, "memory": 1, "epsilon": 0}),
         ("`key_width` is 0; .*at least 1", "delta", {"width": 2, "heads": 1, "key_width": 0, "value_width": 1}),
         ("`epsilon` is 0; .*above 0", "delta", {"width": 2, "heads": 1, "key_width": 1, "value_width": 1, "epsilon": 0}),
     ],

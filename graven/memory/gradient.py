@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from graven.errors import ModelError, SpecError
 from graven.lm.base import Continuation, LanguageModel, greedy
 from graven.memory.base import read_behind
+from graven.memory.base import wide as wide
+from graven.memory.rules import PLAIN, At, GaussNewton, LowRank, Product, Rule
 from graven.memory.rules import SGD as SGD
 from graven.memory.rules import Adam as Adam
-from graven.memory.rules import At, GaussNewton, LowRank, Product, Rule
 from graven.memory.rules import Moments as Moments
 from graven.ops.inner_loop import Tensors, descend
 from graven.ops.pointwise import cross_entropy
@@ -56,7 +57,7 @@ class GradMemSpec:
 
     slots: int
     steps: int
-    rule: Rule = SGD()
+    rule: Rule = PLAIN
     order: Literal["second", "first", "none"] = "second"
     last: int | None = None
     keep: int = 1
@@ -114,7 +115,7 @@ class Step:
     token_losses: Float[Tensor, "B T"]
     hits: Bool[Tensor, "B T"]
     state: Float[Tensor, "B M D"]
-    moments: Moments | None
+    moments: Moments
 
 
 class GradMem(nn.Module):
@@ -317,7 +318,7 @@ class GradMem(nn.Module):
 
     def update(
         self, state: Float[Tensor, "B M D"], gradient: Float[Tensor, "B M D"], moments: Moments | None = None, *, taken: int = 0
-    ) -> tuple[Float[Tensor, "B M D"], Moments | None]:
+    ) -> tuple[Float[Tensor, "B M D"], Moments]:
         """State and moments after the rule took one step, `taken` of which went before."""
         return self._update(state, gradient, moments, taken, None)
 
@@ -329,11 +330,6 @@ class GradMem(nn.Module):
         at = At(learned, moments.count, beyond=max(0, taken + 1 - self.spec.steps), curvature=curvature)
         change, parts = rule.change(gradient, moments.parts, at)
         return state - change, Moments(parts, moments.count + 1)
-
-
-def wide(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-    """As float32, float64 as it is: half precision would lose most of the updates of a memory."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def detached(context: Prepared) -> Prepared:

@@ -166,6 +166,15 @@ def test_half_precision_is_computed_in_float32_and_the_state_stays_there(randn):
     assert_near([o, end], [exact.bfloat16(), state], tolerance=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_the_state_keeps_all_its_digits(randn, form):
+    x = {name: value.detach().float() for name, value in drawn(randn, 9).items()}
+    plain = delta(**x, form=form, chunk=CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = delta(**x, form=form, chunk=CHUNK)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
 @pytest.mark.plain
 @pytest.mark.parametrize(
     ("change", "error", "words"),

@@ -69,6 +69,15 @@ def test_two_steps_are_those_worked_out_by_hand(form):
     assert_near([o.flatten(), end.flatten()], [torch.tensor(x, dtype=torch.float64) for x in wanted], tolerance=VALUE)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_the_state_keeps_all_its_digits(randn, form):
+    x = {name: value.detach().float() for name, value in drawn(randn, 9, "both").items()}
+    plain = gated_linear(**x, form=form, chunk=CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gated_linear(**x, form=form, chunk=CHUNK)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
 @pytest.mark.parametrize("with_reset", [False, True])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("length", LENGTHS)

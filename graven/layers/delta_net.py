@@ -119,7 +119,7 @@ class DeltaNet(nn.Module):
             beta = beta.masked_fill(~mask[..., None], 0.0)
             log_gate = None if log_gate is None else log_gate.masked_fill(~mask[..., None], 0.0)
         o, matrix = delta(q, k, v, beta=beta, log_gate=log_gate, scale=spec.key_width**-0.5, state=state[1], form=spec.form)
-        o = self.norm(o).flatten(2)
+        o = self.norm(o.to(self.norm.weight.dtype)).flatten(2)  # of the weights' width, also where a caller computes in less
         return self.out(o if self.output_gate is None else o * F.silu(self.output_gate(x))), (recent, matrix)
 
     def log_gate(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H"] | None:

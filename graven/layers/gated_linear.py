@@ -257,7 +257,7 @@ class GatedLinearAttention(nn.Module):
         k, v, log_gate = (y.repeat_interleave(spec.heads // y.shape[2], dim=2) for y in (k, v, log_gate))
         k, log_gate_k = _passing_over(mask, k, log_gate)
         o, matrix = gated_linear(q, k, v, log_gate_k=log_gate_k, scale=spec.key_width**-0.5, state=matrix)
-        o = self.norm(o).flatten(2)
+        o = self.norm(o.to(self.out.weight.dtype)).flatten(2)  # of the weights' width, also where a caller computes in less
         return self.out(o if self.output_gate is None else o * F.silu(self.output_gate(x))), (matrix, *windows)
 
 

@@ -71,12 +71,10 @@ def delta(
     dtype, start = v.dtype, first_state(q, k, v, beta, log_gate, state=state)
     gate = torch.zeros_like(beta) if log_gate is None else log_gate
     rows = [x.to(start.dtype).transpose(1, 2) for x in (q * scale, k, v, beta[..., None], gate[..., None])]
-    if form == "recurrent":
-        o, end = _recurrent(*rows, state=start)
-    elif form == "chunk":
-        o, end = _chunk(*rows, state=start, chunk=chunk)
-    else:
+    if form not in ("recurrent", "chunk"):
         raise SpecError(f'`form` is {form!r}; it must be "recurrent" or "chunk".')
+    with torch.autocast(q.device.type, enabled=False):  # it would compute the state in half of the digits that it is kept in
+        o, end = _recurrent(*rows, state=start) if form == "recurrent" else _chunk(*rows, state=start, chunk=chunk)
     return o.transpose(1, 2).to(dtype), end
 
 

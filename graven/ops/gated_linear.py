@@ -77,14 +77,15 @@ def gated_linear(
     cut = open_gate.bool() if reset is None else reset[:, :, None, None].expand(open_gate.shape)
     q, k, v, a, b = (x.to(start.dtype) for x in (q, k, v, a, b))
     rows = [x.transpose(1, 2) for x in (q * scale, k, v, a, b, cut)]
-    if form == "recurrent":
-        o, end = _recurrent(*rows, state=start)
-    elif form == "parallel":
-        o, end = _parallel(*rows, state=start)
-    elif form == "chunk":
-        o, end = _chunk(*rows, state=start, chunk=chunk)
-    else:
+    if form not in ("recurrent", "parallel", "chunk"):
         raise SpecError(f'`form` is {form!r}; it must be "recurrent", "parallel" or "chunk".')
+    with torch.autocast(q.device.type, enabled=False):  # it would compute the state in half of the digits that it is kept in
+        if form == "recurrent":
+            o, end = _recurrent(*rows, state=start)
+        elif form == "parallel":
+            o, end = _parallel(*rows, state=start)
+        else:
+            o, end = _chunk(*rows, state=start, chunk=chunk)
     return o.transpose(1, 2).to(dtype), end
 
 
@@ -110,7 +111,8 @@ def matrix_gated_linear(
     check_heads(q, k, v, log_gate=(log_gate, "B T H K V"), state=(state, "B H K V"))
     start = first_state(q, k, v, log_gate, state=state)
     rows = [x.to(start.dtype).transpose(1, 2) for x in (q, k, v)]
-    o, end = _recur(scale * rows[0], rows[1], rows[2], log_gate.to(start.dtype).exp().unbind(1), state=start)
+    with torch.autocast(q.device.type, enabled=False):
+        o, end = _recur(scale * rows[0], rows[1], rows[2], log_gate.to(start.dtype).exp().unbind(1), state=start)
     return o.transpose(1, 2).to(v.dtype), end
 
 

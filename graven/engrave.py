@@ -149,7 +149,7 @@ def _group(
             return rows, curve, True
         if progress is not None:
             progress(taken + 1, curve[-1], sum(int(row.hits.sum()) for row in rows) / max(1, sum(row.length for row in rows)))
-        going, state, moments, prepared = going[keep], step.state[keep], _kept(step.moments, keep), _context_kept(prepared, keep)
+        going, state, moments, prepared = going[keep], step.state[keep], step.moments.kept(keep), _context_kept(prepared, keep)
     return rows, curve, False
 
 
@@ -167,10 +167,6 @@ def _judge(row: Row, state: Tensor, loss: Tensor, hits: Tensor, *, keep_best: bo
         row.state, row.hits, row.kept = state.clone(), hits, value
     row.loss = row.kept if row.diverged else value
     return new
-
-
-def _kept(moments: Moments | None, keep: Tensor) -> Moments | None:
-    return None if moments is None else Moments(moments.first[keep], moments.second[keep], moments.count)
 
 
 def _context_kept(context: Prepared, keep: Tensor) -> Prepared:

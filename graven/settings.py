@@ -49,13 +49,13 @@ def build(cls: type[T], table: object, *, where: str) -> T:
 
 
 def convert(hint: Any, value: object, *, where: str) -> Any:
-    """One value as its annotation wants it."""
+    """One value as its annotation wants it; of a union of dataclasses the one whose `kind` the table names, or the first."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and types.NoneType in arguments:
             return None
         kinds = [kind for kind in arguments if kind is not types.NoneType]
-        return convert(kinds[0], value, where=where)
+        return convert(_one_of(kinds, value, where=where), value, where=where)
     if origin is typing.Literal:
         if value in arguments:
             return value
@@ -78,6 +78,16 @@ def convert(hint: Any, value: object, *, where: str) -> Any:
         wanted = getattr(hint, "__name__", str(hint))
         raise SpecError(f"`{where}` is {value!r}; a value of type {wanted} was expected.")
     return value
+
+
+def _one_of(kinds: list[Any], value: object, *, where: str) -> Any:
+    """The member of a union that a value is for: the first, unless the table names the `kind` of another."""
+    if not isinstance(value, dict) or "kind" not in value or len(kinds) == 1:
+        return kinds[0]
+    by_name = {getattr(kind, "kind", None): kind for kind in kinds}  # the default of the field, which is its only value
+    if value["kind"] not in by_name:
+        raise SpecError(f"`{where}.kind` is {value['kind']!r}; it must be one of {', '.join(repr(name) for name in by_name if name)}.")
+    return by_name[value["kind"]]
 
 
 def table_of(value: object) -> dict[str, Any]:

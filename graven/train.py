@@ -1,4 +1,7 @@
-"""Meta-training of a small decoder and its GradMem, through the write, on a task with known answers. The loop itself is `graven.training`."""
+"""Training of a memory and the small model that it is of, through write and read, on a task with known answers.
+
+The loop itself is `graven.training`.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,16 +18,21 @@ from torch.nn import functional as F
 from graven import training
 from graven.errors import ModelError, SpecError
 from graven.layers.decoder import DecoderSpec
-from graven.lm.small import Small
 from graven.measure import read_episode, right
-from graven.memory.gradient import GradMem, GradMemSpec
+from graven.memory.base import Trainable, written
+from graven.memory.kinds import MemorySpec, make, takes_steps
 from graven.report import figure
 from graven.settings import build, read_toml
+from graven.tasks.babi import Babi
 from graven.tasks.base import Episode
+from graven.tasks.phonebook import Phonebook
 from graven.tasks.retrieval import Retrieval
+from graven.tasks.stories import Stories
 from graven.training import FORMAT, Job, Optimizer, Part, check_run
 
 __all__ = ["Optimizer", "Stage", "TrainSpec", "Trained", "draw_curve", "load_trained", "longest", "new_memory", "read_spec", "train"]
+
+PADDING = -100  # where a target has no token; counts in no loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +41,13 @@ class Stage(training.Stage):
 
     Args:
         pairs: Sizes of context, N; one is drawn for each step.
+        steps: Left out for memories whose write takes none.
     """
 
     pairs: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not self.pairs or not self.steps or min(self.pairs) < 1 or min(self.steps) < 0 or self.at_most < 1:
+        if not self.pairs or min(self.pairs) < 1 or min(self.steps, default=0) < 0 or self.at_most < 1:
             raise SpecError("a stage needs `pairs` of at least 1, `steps` of at least 0 and `at_most` of at least 1.")
         super().__post_init__()
 
@@ -48,9 +57,9 @@ class TrainSpec:
     """Everything that a run depends on; the same spec and seed give the same bits on one machine."""
 
     seed: int
-    task: Retrieval
+    task: Retrieval | Phonebook | Stories | Babi
     model: DecoderSpec
-    memory: GradMemSpec
+    memory: MemorySpec
     optimizer: Optimizer
     stage: tuple[Stage, ...]
     checkpoint_every: int = 25
@@ -58,12 +67,14 @@ class TrainSpec:
     def __post_init__(self) -> None:
         if self.model.vocabulary != self.task.vocabulary:
             raise SpecError(
-                f"`model.vocabulary` is {self.model.vocabulary} and the task has {self.task.vocabulary} tokens "
-                f"({self.task.symbols} symbols and 4 marks); make them equal."
+                f"`model.vocabulary` is {self.model.vocabulary} and the task has {self.task.vocabulary} tokens, its marks included; make them equal."
             )
         check_run(self)
+        if any(bool(stage.steps) != takes_steps(self.memory) for stage in self.stage):
+            needs = "needs `steps`" if takes_steps(self.memory) else "has `steps`, and its write takes none: leave them out of"
+            raise SpecError(f'a memory of kind "{self.memory.kind}" {needs} in every [[stage]].')
         most = max(max(stage.pairs) for stage in self.stage)
-        if most > self.task.keys:
+        if isinstance(self.task, Retrieval | Phonebook) and most > self.task.keys:
             raise SpecError(f"a stage has {most} `pairs` and the task {self.task.keys} different keys; lower `pairs` or raise `key_length`.")
 
 
@@ -71,7 +82,7 @@ class TrainSpec:
 class Trained:
     """A finished checkpoint: the memory with its model, and the spec it came from."""
 
-    memory: GradMem
+    memory: Trainable[Any]
     spec: TrainSpec
     about: dict[str, Any]
 
@@ -90,11 +101,11 @@ def longest(spec: TrainSpec) -> int:
     return sum(stage.at_most for stage in spec.stage)
 
 
-def new_memory(spec: TrainSpec, *, name: str) -> GradMem:
+def new_memory(spec: TrainSpec, *, name: str) -> Trainable[Any]:
     """Model and memory at the start of a run."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        return GradMem(Small(spec.model, name=name), spec.memory, seed=spec.seed)
+        return make(spec.model, spec.memory, name=name, seed=spec.seed)
 
 
 def train(
@@ -126,20 +137,21 @@ def train(
     return None if about is None else Trained(memory.eval(), spec, about)
 
 
-def _batch(spec: TrainSpec, memory: GradMem, stage: Stage, generator: torch.Generator) -> tuple[dict[str, Any], list[Callable[[], Part]]]:
+def _batch(spec: TrainSpec, memory: Trainable[Any], stage: Stage, generator: torch.Generator) -> tuple[dict[str, Any], list[Callable[[], Part]]]:
     """One batch: a number of pairs, a number of write steps, and the contexts of each micro-batch."""
     pairs = stage.pairs[int(torch.randint(len(stage.pairs), (1,), generator=generator))]
-    steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))]
+    steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))] if stage.steps else None
     size, count = spec.optimizer.micro_batch, spec.optimizer.batch // spec.optimizer.micro_batch
     episodes = [spec.task.sample(size, pairs=pairs, generator=generator) for _ in range(count)]
     return {"pairs": pairs, "steps": steps}, [partial(_part, memory, episode, steps) for episode in episodes]
 
 
-def _part(memory: GradMem, episode: Episode, steps: int) -> Part:
+def _part(memory: Trainable[Any], episode: Episode, steps: int | None) -> Part:
     """Loss, exact match and gradients of one micro-batch."""
-    state = memory.write(memory.start(len(episode.context.ids)), episode.context, steps=steps)
+    state = written(memory, memory.start(len(episode.context.ids)), episode.context, steps=steps)
     logits = read_episode(memory, state, episode)
-    loss = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten())
+    wanted = episode.target.ids.masked_fill(~episode.target.mask, PADDING)
+    loss = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=PADDING)
     gradients = torch.autograd.grad(loss, list(memory.parameters()), allow_unused=True)
     return float(loss.detach()), float(right(logits.detach(), episode).float().mean()), gradients
 

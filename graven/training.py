@@ -45,14 +45,14 @@ class Stage:
         decay_over: Steps of a cosine along which the rate falls to 5 % of itself; 0 for a constant rate. May be longer than the stage.
     """
 
-    steps: tuple[int, ...]
     at_most: int
+    steps: tuple[int, ...] = ()
     until: float = 2.0
     rate: float | None = None
     decay_over: int = 0
 
     def __post_init__(self) -> None:
-        if not self.steps or min(self.steps) < 0 or self.at_most < 1:
+        if min(self.steps, default=0) < 0 or self.at_most < 1:
             raise SpecError("a stage needs `steps` of at least 0 and `at_most` of at least 1.")
         if self.rate is not None and not self.rate > 0:
             raise SpecError(f"`rate` is {self.rate}; it must be above 0.")

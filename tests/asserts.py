@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from graven.memory.base import State, leaves
+
 
 def assert_refused(error: type[Exception], words: str, call: Callable[[], object]) -> None:
     """The call raises this error in one sentence that matches."""
@@ -26,3 +28,9 @@ def assert_near(found: Iterable[Tensor], wanted: Iterable[Tensor], *, tolerance:
             limit = tolerance * max(y.double().abs().max().item(), 1.0)
             assert error <= limit, f"tensor {index} is off by {error:.3g}, more than {limit:.3g}"
             assert torch.isfinite(x).all(), f"tensor {index} is not finite"
+
+
+def assert_equal_states(found: State, wanted: State) -> None:
+    """Bit for bit the same, tensor by tensor."""
+    for index, (x, y) in enumerate(zip(leaves(found), leaves(wanted), strict=True)):
+        assert torch.equal(x, y), f"tensor {index} differs"

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from asserts import assert_near, assert_refused
+from asserts import assert_equal_states, assert_near, assert_refused
 
 
 def test_assert_refused_fails_where_nothing_is_raised():
@@ -17,3 +17,11 @@ def test_assert_refused_fails_on_other_words():
 def test_assert_near_fails_on_other_numbers_shapes_and_nan(x, y):
     with pytest.raises(AssertionError):
         assert_near([torch.tensor(x)], [torch.tensor(y)], tolerance=1e-3)
+
+
+def test_assert_equal_states_fails_on_a_difference_in_any_tensor():
+    one = (torch.zeros(2), (torch.zeros(3),))
+    assert_equal_states(one, (torch.zeros(2), (torch.zeros(3),)))
+    for other in ((torch.zeros(2), (torch.tensor([0.0, 0.0, 1e-9]),)), (torch.zeros(2), (torch.zeros(4),))):
+        with pytest.raises(AssertionError, match="tensor 1 differs"):
+            assert_equal_states(one, other)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from asserts import assert_near
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -196,3 +197,14 @@ def test_an_impossible_decoder_is_refused(changes, sentence):
     with pytest.raises(SpecError) as caught:
         dataclasses.replace(SPEC, **changes)
     assert str(caught.value) == sentence
+
+
+def test_behind_the_keys_and_values_of_what_stood_before_it_is_the_whole(generator):
+    model, ids = decoder(generator), torch.randint(19, (2, 9), generator=generator)
+    embedded = model.embed(ids)
+    whole, caches = model.run(embedded)
+    _, before = model.run(embedded[:, :4])
+    after, own = model.run(embedded[:, 4:], before=before)
+    assert_near([after, *own[1]], [whole[:, 4:], *(x[:, :, 4:] for x in caches[1])], tolerance=ROUNDING)
+    moved, _ = model.run(embedded[:, 4:], before=before, positions=torch.arange(5)[None])
+    assert (moved - whole[:, 4:]).abs().max() > 1e-3  # positions that begin anew

@@ -60,6 +60,24 @@ def test_every_form_is_the_recurrence_in_plain_numbers(randn, generator, form, l
         assert_near([o[b, :, h], end[b, h]], [torch.tensor(reads).double(), torch.tensor(state).double()], tolerance=1e-6)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_two_steps_are_those_worked_out_by_hand(form):
+    q, k, v = (torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 2) for x in ([1, 0, 0.6, 0.8], [0.6, 0.8, 1, 0], [1, 2, 0, 1]))
+    gate = torch.tensor([math.log(0.5), 0.0], dtype=torch.float64).expand(1, 2, 1, 2)
+    o, end = gated_linear(q, k, v, log_gate_k=gate, scale=0.5**0.5, form=form)
+    wanted = [0.6 * 0.5**0.5, 1.2 * 0.5**0.5, 0.82 * 0.5**0.5, 2.24 * 0.5**0.5], [0.3, 1.6, 0.8, 1.6]
+    assert_near([o.flatten(), end.flatten()], [torch.tensor(x, dtype=torch.float64) for x in wanted], tolerance=VALUE)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_under_autocast_the_state_keeps_all_its_digits(randn, form):
+    x = {name: value.detach().float() for name, value in drawn(randn, 9, "both").items()}
+    plain = gated_linear(**x, form=form, chunk=CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = gated_linear(**x, form=form, chunk=CHUNK)
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
 @pytest.mark.parametrize("with_reset", [False, True])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("length", LENGTHS)

@@ -11,16 +11,27 @@ from torch import nn
 from graven.errors import ShapeError, SpecError
 from graven.layers.base import Chain
 from graven.layers.classic import Classic, ClassicSpec
+from graven.layers.delta_net import DeltaNet, DeltaNetSpec
+from graven.layers.gated_linear import GatedLinearAttention, GatedLinearAttentionSpec
 from graven.layers.gated_rnn import GatedRNN, GatedRNNSpec
 from graven.layers.linear_attention import LinearAttention, LinearAttentionSpec
 from graven.layers.lru import LRU, LRUSpec
 from graven.layers.mamba import Mamba, MambaSpec
+from graven.layers.mamba2 import Mamba2, Mamba2Spec
 
 WIDTH, OUT = 3, 4
 ROUNDING = 1e-12  # float64, a dozen tokens through one or two layers, and their derivatives
 DRAWN = {"dtype": torch.float64}
 LRU_SHAPE = {"width": WIDTH, "hidden": 5, "inner": 6, "out_width": OUT}
+DELTA_SHAPE = {"width": WIDTH, "heads": 2, "key_width": 2, "value_width": 3}
+GLA_SHAPE = {"width": WIDTH, "heads": 4, "key_value_heads": 2, "key_width": 2, "value_width": 3}
 MAMBA_SHAPE = {"width": WIDTH, "inner": 5, "memory": 3, "step_rank": 2, "out_width": OUT}
+
+
+def widened(layer, generator):
+    """A layer as wide as its tokens, below one that reads as wide as the others."""
+    return Chain([layer, LinearAttention(LinearAttentionSpec(width=WIDTH, key_width=5, value_width=2, heads=2), generator, **DRAWN)])
+
 
 LAYERS: dict[str, Callable[[torch.Generator], nn.Module]] = {
     "linear attention": lambda g: LinearAttention(LinearAttentionSpec(width=WIDTH, key_width=5, value_width=2, heads=2), g, **DRAWN),
@@ -36,7 +47,15 @@ LAYERS: dict[str, Callable[[torch.Generator], nn.Module]] = {
     "GRU": lambda g: Classic(ClassicSpec(width=WIDTH, hidden=5, cell="gru", out_width=OUT), g, **DRAWN),
     "Mamba": lambda g: Mamba(MambaSpec(**MAMBA_SHAPE), g, **DRAWN),
     "Mamba without convolution": lambda g: Mamba(MambaSpec(**MAMBA_SHAPE, convolution=1, convolution_bias=False, bias=True), g, **DRAWN),
+    "Mamba-2": lambda g: widened(Mamba2(Mamba2Spec(width=WIDTH, inner=8, heads=4, groups=2, memory=3), g, **DRAWN), g),
+    "DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE), g, **DRAWN), g),
+    "Gated DeltaNet": lambda g: widened(DeltaNet(DeltaNetSpec(**DELTA_SHAPE, gate=True, output_gate=True, convolution=1), g, **DRAWN), g),
+    "gated linear attention": lambda g: widened(GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE), g, **DRAWN), g),
+    "gated linear attention, convolutions": lambda g: widened(
+        GatedLinearAttention(GatedLinearAttentionSpec(**GLA_SHAPE, convolution=3, convolution_bias=True, gate="scalar"), g, **DRAWN), g
+    ),
 }
+CHAINS = {"two LRUs", "Mamba-2", "DeltaNet", "Gated DeltaNet", "gated linear attention", "gated linear attention, convolutions"}
 
 
 @pytest.fixture(params=LAYERS)
@@ -156,7 +175,7 @@ def test_the_same_seed_gives_the_same_layer(name):
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "two LRUs"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in CHAINS])
 def test_a_spec_is_frozen(name, generator):
     spec = LAYERS[name](generator).spec
     with pytest.raises(FrozenInstanceError):
@@ -169,7 +188,15 @@ def test_what_does_not_fit_a_layer_is_one_sentence(layer, randn):
     assert_refused(ShapeError, "`mask` has shape .* axis 1 is 4", lambda: layer(randn(2, 3, WIDTH), mask=torch.ones(2, 4).bool()))
 
 
-SPECS = {"gated": GatedRNNSpec, "lru": LRUSpec, "classic": ClassicSpec, "mamba": MambaSpec, "attention": LinearAttentionSpec}
+SPECS = {
+    "gated": GatedRNNSpec,
+    "lru": LRUSpec,
+    "classic": ClassicSpec,
+    "mamba": MambaSpec,
+    "mamba2": Mamba2Spec,
+    "attention": LinearAttentionSpec,
+    "delta": DeltaNetSpec,
+}
 
 
 @pytest.mark.plain
@@ -187,6 +214,10 @@ SPECS = {"gated": GatedRNNSpec, "lru": LRUSpec, "classic": ClassicSpec, "mamba":
         ("`cell` is 'rnn'; .*\"gru\"", "classic", {"width": 2, "hidden": 2, "cell": "rnn"}),
         ("`memory` is 0; .*at least 1", "mamba", {"width": 2, "inner": 2, "memory": 0, "step_rank": 1}),
         ("`heads` is 0; .*at least 1", "attention", {"width": 2, "heads": 0}),
+        ("`inner` is 6, `heads` 4 and `groups` 1; .*multiple", "mamba2", {"width": 2, "inner": 6, "heads": 4, "memory": 1}),
+        ("`epsilon` is 0; .*above 0", "mamba2", {"width": 2, "inner": 6, "heads": 2, "memory": 1, "epsilon": 0}),
+        ("`key_width` is 0; .*at least 1", "delta", {"width": 2, "heads": 1, "key_width": 0, "value_width": 1}),
+        ("`epsilon` is 0; .*above 0", "delta", {"width": 2, "heads": 1, "key_width": 1, "value_width": 1, "epsilon": 0}),
     ],
 )
 def test_a_spec_that_cannot_be_is_one_sentence(words, spec, fields):

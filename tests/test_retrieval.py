@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from graven.errors import ShapeError, SpecError, TextError
 from graven.tasks.base import Tokens, front, rows_at
-from graven.tasks.retrieval import CHARACTERS, Retrieval, alphabet_of, digits_of, distinct, key_of, parse_records, text_of
+from graven.tasks.retrieval import CHARACTERS, Retrieval, alphabet_of, digits_of, distinct
 
 ONE = Retrieval(key_length=1, value_length=1, symbols=62)
 TWO = Retrieval()
@@ -31,16 +31,16 @@ def pairs_of(task, context):
 
 def test_the_picture_in_the_docstring_is_true():
     episode = ONE.episode(digits_of(["a", "d"])[None], digits_of(["a", "x"])[None])
-    assert text_of(episode.context.row(0), ONE) == "!a:a!!d:x!"
+    assert ONE.text_of(episode.context.row(0)) == "!a:a!!d:x!"
     assert "".join(".*"[on] for on in episode.values[0].tolist()) == "...*....*."
-    assert text_of(episode.query.ids[0, 1].tolist(), ONE) == "?!d:"
-    assert text_of(episode.target.ids[0, 1].tolist(), ONE) == "x!|"
+    assert ONE.text_of(episode.query.ids[0, 1].tolist()) == "?!d:"
+    assert ONE.text_of(episode.target.ids[0, 1].tolist()) == "x!|"
     assert episode.answer == 1
 
 
 def test_two_characters_are_read_from_left_to_right():
     episode = TWO.episode(digits_of(["ab"])[None], digits_of(["z9"])[None])
-    assert [text_of(x, TWO) for x in (episode.context.row(0), episode.query.ids[0, 0].tolist(), episode.target.ids[0, 0].tolist())] == [
+    assert [TWO.text_of(x) for x in (episode.context.row(0), episode.query.ids[0, 0].tolist(), episode.target.ids[0, 0].tolist())] == [
         "!ab:z9!", "?!ab:", "z9!|",
     ]  # fmt: skip
     assert episode.answer == 2
@@ -146,7 +146,7 @@ def test_what_cannot_be_drawn_is_refused(make, sentence, generator):
 
 @pytest.mark.parametrize("text", ["ab:cd\nef:gh", "ab:cd\r\nef:gh\r\n", "\n\n  ab:cd  \n\t\nef:gh\n\n"])
 def test_records_are_one_a_line_whatever_ends_the_lines(text):
-    assert parse_records(text, TWO) == [("ab", "cd"), ("ef", "gh")]
+    assert TWO.parse(text) == [("ab", "cd"), ("ef", "gh")]
 
 
 @pytest.mark.parametrize(
@@ -172,23 +172,23 @@ def test_records_are_one_a_line_whatever_ends_the_lines(text):
 )
 def test_a_text_that_is_no_list_of_records_is_refused_with_its_line(text, sentence):
     with pytest.raises(TextError) as caught:
-        parse_records(text, TWO)
+        TWO.parse(text)
     assert str(caught.value) == sentence
 
 
 def test_a_long_line_is_cut_in_the_message():
     with pytest.raises(TextError) as caught:
-        parse_records("x" * 10_000, TWO)
+        TWO.parse("x" * 10_000)
     assert len(str(caught.value)) < 200
 
 
 def test_a_smaller_alphabet_names_its_characters():
     with pytest.raises(TextError) as caught:
-        parse_records("a:z", Retrieval(key_length=1, value_length=1, symbols=4))
+        Retrieval(key_length=1, value_length=1, symbols=4).parse("a:z")
     assert str(caught.value) == "line 1: the value 'z' has the character 'z'; this model knows the characters abcd only. Spell it with those."
 
 
-@pytest.mark.parametrize("call", [lambda: parse_records("a:b", WIDE), lambda: key_of("a", WIDE), lambda: text_of([0], WIDE)])
+@pytest.mark.parametrize("call", [lambda: WIDE.parse("a:b"), lambda: WIDE.key_of("a"), lambda: WIDE.text_of([0])])
 def test_a_task_with_more_symbols_than_characters_has_no_text(call):
     with pytest.raises(TextError, match=r"^this model has 512 symbols and text has 62 characters for them\. Use token ids, or another model\.$"):
         call()
@@ -196,7 +196,7 @@ def test_a_task_with_more_symbols_than_characters_has_no_text(call):
 
 @pytest.mark.parametrize("query", ["ab", "ab:", "?!ab:", "?ab", "!ab:", "  ab \n"])
 def test_a_query_may_carry_its_marks_or_not(query):
-    assert key_of(query, TWO) == "ab"
+    assert TWO.key_of(query) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_query_may_carry_its_marks_or_not(query):
 )
 def test_a_query_that_is_no_key_is_refused(query, sentence):
     with pytest.raises(TextError) as caught:
-        key_of(query, TWO)
+        TWO.key_of(query)
     assert str(caught.value) == sentence
 
 
@@ -220,11 +220,11 @@ def test_text_becomes_tokens_and_the_same_text_again(data):
     )
     word = {length: st.text(st.sampled_from(alphabet_of(task)), min_size=length, max_size=length) for length in (task.key_length, task.value_length)}
     records = list(data.draw(st.dictionaries(word[task.key_length], word[task.value_length], min_size=1, max_size=task.symbols)).items())
-    assert parse_records("\n".join(f"{key}:{value}" for key, value in records), task) == records
+    assert task.parse("\n".join(f"{key}:{value}" for key, value in records)) == records
     keys, values = (digits_of(parts)[None] for parts in zip(*records, strict=True))
     episode = task.episode(keys, values)
-    assert text_of(episode.context.row(0), task) == "".join(f"!{key}:{value}!" for key, value in records)
-    assert [text_of(row, task) for row in episode.target.ids[0].tolist()] == [f"{value}!|" for _, value in records]
+    assert task.text_of(episode.context.row(0)) == "".join(f"!{key}:{value}!" for key, value in records)
+    assert [task.text_of(row) for row in episode.target.ids[0].tolist()] == [f"{value}!|" for _, value in records]
 
 
 # Rows of tokens

@@ -39,6 +39,25 @@ def test_a_toml_file_becomes_the_dataclass_it_describes(tmp_path):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    size: int
+    kind: Literal["other"] = "other"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Either:
+    part: Inner | Other
+
+
+def test_of_a_union_the_kind_that_a_table_names_is_built_and_the_first_where_it_names_none():
+    assert build(Either, {"part": {"kind": "other", "size": 2}}, where="spec") == Either(part=Other(size=2))
+    assert build(Either, {"part": {"rate": 2.0}}, where="spec") == Either(part=Inner(rate=2.0))
+    assert build(Either, table_of(Either(part=Other(size=2))), where="spec") == Either(part=Other(size=2))
+    with pytest.raises(SpecError, match=r"`spec.part.kind` is 'else'; it must be one of 'other'\."):
+        build(Either, {"part": {"kind": "else", "size": 2}}, where="spec")
+
+
 def test_what_is_left_out_keeps_its_default():
     assert build(Outer, {"count": 1}, where="spec") == Outer(count=1)
 

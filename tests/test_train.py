@@ -225,7 +225,7 @@ def test_every_spec_that_is_shipped_can_be_trained(spec):
         ),
         (
             "vocabulary = 12", "vocabulary = 13",
-            "`model.vocabulary` is 13 and the task has 12 tokens (8 symbols and 4 marks); make them equal.",
+            "`model.vocabulary` is 13 and the task has 12 tokens, its marks included; make them equal.",
         ),
         ("batch = 4", "batch = 5", "`batch` is 5 and `micro_batch` is 2; the first must be a multiple of the second."),
         ("pairs = [2, 3]", "pairs = [2, 9]", "a stage has 9 `pairs` and the task 8 different keys; lower `pairs` or raise `key_length`."),

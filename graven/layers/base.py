@@ -4,8 +4,8 @@ Every such layer is called alike: `layer(x, state=None, mask=None) -> (y, state)
 the start; padding (mask False) changes no state, and what it reads means nothing.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,6 +14,9 @@ from torch.nn import functional as F
 
 from graven.errors import SpecError
 from graven.shapes import check
+from graven.tasks.base import front, rows_at
+
+S = TypeVar("S")
 
 
 def entered(x: Tensor, *, width: int, mask: Tensor | None, state: tuple[Tensor | None, str] = (None, "")) -> Tensor:
@@ -27,6 +30,46 @@ def entered(x: Tensor, *, width: int, mask: Tensor | None, state: tuple[Tensor |
     given = {} if state[0] is None else {"state": (state[0], state[1])}
     check(x=(x, f"B T {width}"), **given, **({} if mask is None else {"mask": (mask, "B T")}))
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+
+
+def in_order(
+    run: Callable[[Tensor, S, Tensor | None], tuple[Tensor, S]], x: Float[Tensor, "B T D"], state: S, mask: Bool[Tensor, "B T"] | None
+) -> tuple[Float[Tensor, "B T E"], S]:
+    """A run over rows whose real tokens stand in front, for padding anywhere: neighbours are then those that a convolution should see."""
+    if mask is None or bool((mask[:, :-1] >= mask[:, 1:]).all()):
+        return run(x, state, mask)
+    order = front(mask)
+    y, end = run(rows_at(x, order), state, mask.gather(1, order))
+    return rows_at(y, order.argsort(-1)), end
+
+
+class Convolution(nn.Conv1d):
+    """A causal depthwise convolution over rows that come in parts: the last tokens of one part are what the next begins to see."""
+
+    def __init__(self, width: int, span: int, *, bias: bool = True, dtype: torch.dtype | None = None):
+        super().__init__(width, width, span, groups=width, bias=bias, dtype=dtype)
+
+    def start(self, batch: int) -> Float[Tensor, "B R D"]:
+        """Nothing seen yet: zeros, float32 or wider."""
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        return self.weight.new_zeros(batch, self.kernel_size[0] - 1, self.in_channels, dtype=wide)
+
+    def forward(  # type: ignore[override]  # torch's own takes no window
+        self, x: Float[Tensor, "B T D"], recent: Float[Tensor, "B R D"], mask: Bool[Tensor, "B T"] | None
+    ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B R D"]]:
+        """Each token with those before it, and the last real ones. Padding stands at the end of a row."""
+        if not x.shape[1]:
+            return x, recent
+        seen = torch.cat([recent.to(x.dtype), x], 1)
+        y = F.conv1d(seen.mT, self.weight, self.bias, groups=self.groups).mT
+        lengths = x.new_full((len(x), 1), x.shape[1], dtype=torch.long) if mask is None else mask.sum(1, keepdim=True)
+        last = lengths + torch.arange(recent.shape[1], device=x.device)
+        return y, rows_at(seen, last).to(recent.dtype)
+
+
+def in_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B T H K"]:
+    """Features as heads side by side."""
+    return x.reshape(*x.shape[:2], heads, x.shape[-1] // heads)
 
 
 def affine(x: Tensor, weight: Tensor) -> Tensor:

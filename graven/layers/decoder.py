@@ -7,6 +7,7 @@ GradMem paper (arXiv:2603.13875): say so wherever a number stands beside theirs.
 Source: Touvron et al. 2023, arXiv:2302.13971 (the block); Su et al. 2021, arXiv:2104.09864 (rotary); Shazeer 2020, arXiv:2002.05202 (SwiGLU).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ from graven.ops.attention import attention
 from graven.ops.pointwise import rms_norm, rotate, swiglu
 
 EPSILON = 1e-6  # under the root of a norm
+Cache = tuple[Float[Tensor, "B G S K"], Float[Tensor, "B G S K"]]  # rotated keys and values of one layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +75,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(spec.width, (self.heads + 2 * self.groups) * self.head_width, bias=False)
         self.out = nn.Linear(spec.width, spec.width, bias=False)
 
-    def forward(self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Float[Tensor, "B T D"]:
+    def forward(
+        self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None, before: Cache | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Cache]:
+        """What every column reads, and the keys and values of these columns; those `before` are seen by all of them."""
         batch, length, _ = x.shape
         heads = self.qkv(x).view(batch, length, self.heads + 2 * self.groups, self.head_width).transpose(1, 2)
         q, k, v = heads.split([self.heads, self.groups, self.groups], dim=1)
-        o = attention(rotate(q, rotation), rotate(k, rotation), v, mask=mask, causal=mask is None)
-        return self.out(o.transpose(1, 2).flatten(2))
+        own = (rotate(k, rotation), v)
+        k, v = own if before is None else (torch.cat([old, new], 2) for old, new in zip(before, own, strict=True))
+        o = attention(rotate(q, rotation), k, v, mask=mask, causal=mask is None)
+        return self.out(o.transpose(1, 2).flatten(2)), own
 
 
 class SwiGLU(nn.Module):
@@ -113,9 +120,12 @@ class Block(nn.Module):
         self.feed_norm = RMSNorm(spec.width)
         self.feed = SwiGLU(spec.width, spec.hidden)
 
-    def forward(self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None) -> Float[Tensor, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), rotation, mask)
-        return x + self.feed(self.feed_norm(x))
+    def forward(
+        self, x: Float[Tensor, "B T D"], rotation: tuple[Tensor, Tensor], mask: Tensor | None, before: Cache | None = None
+    ) -> tuple[Float[Tensor, "B T D"], Cache]:
+        read, own = self.attention(self.attention_norm(x), rotation, mask, before)
+        x = x + read
+        return x + self.feed(self.feed_norm(x)), own
 
 
 class Decoder(nn.Module):
@@ -159,20 +169,34 @@ class Decoder(nn.Module):
         positions: Int[Tensor, "#B T"] | None = None,
         mask: Bool[Tensor, "#B T T"] | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """Hidden states after the last norm.
+        """Hidden states after the last norm; the rest as of `run`."""
+        return self.run(embeddings, positions=positions, mask=mask)[0]
+
+    def run(
+        self,
+        embeddings: Float[Tensor, "B T D"],
+        *,
+        positions: Int[Tensor, "#B T"] | None = None,
+        mask: Bool[Tensor, "#B T S"] | None = None,
+        before: Sequence[Cache] | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], list[Cache]]:
+        """Hidden states after the last norm, and the keys and values of every layer.
 
         Args:
             embeddings: What stands in each column, memory or token.
-            positions: Rotary position of each column; its index where left out.
-            mask: True where a row may see a column; causal where left out.
+            positions: Rotary position of each column; behind what stands before it where left out.
+            mask: True where a row may see a column, those before included; causal where left out.
+            before: Keys and values of every layer that stand before the columns: a cache, or a memory that was never a text.
         """
         if positions is None:
-            positions = torch.arange(embeddings.shape[1], device=embeddings.device)[None]
+            first = before[0][0].shape[2] if before else 0
+            positions = torch.arange(first, first + embeddings.shape[1], device=embeddings.device)[None]
         rotation = angles(positions, self.spec.width // self.spec.heads, embeddings.dtype)
-        x = embeddings
-        for block in self.blocks:
-            x = block(x, rotation, None if mask is None else mask[:, None])
-        return self.norm(x)
+        x, made = embeddings, []
+        for block, cache in zip(self.blocks, before or [None] * len(self.blocks), strict=True):
+            x, own = block(x, rotation, None if mask is None else mask[:, None], cache)
+            made.append(own)
+        return self.norm(x), made
 
     def logits(self, hidden: Float[Tensor, "*B D"]) -> Float[Tensor, "*B A"]:
         """The head, on hidden states of any leading shape."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
+from graven.layers.base import Convolution, entered, in_heads, in_order, start_
 from graven.ops.gated_linear import Form, gated_linear, matrix_gated_linear
 from graven.shapes import check
 
@@ -89,7 +91,7 @@ class GatedLinear(nn.Module):
         Source: Li et al. 2025, arXiv:2504.04308, equation (GLA).
         """
         check(x=(x, f"B T {self.spec.width}"), **({} if mask is None else {"mask": (mask, "B T")}))
-        q, k, v = (_heads(project(x), self.spec.heads) for project in (self.q, self.k, self.v))
+        q, k, v = (in_heads(project(x), self.spec.heads) for project in (self.q, self.k, self.v))
         log_gate = self.log_gate(x)
         k, log_gate = _passing_over(mask, k, log_gate)
         match self.spec.gate:
@@ -105,7 +107,7 @@ class GatedLinear(nn.Module):
 
     def log_gate(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T H G"] | None:
         """Logarithms of the gates of every step; those of a matrix gate by rows of the key axis."""
-        return None if self.gate is None else F.logsigmoid(_heads(self.gate(x), self.spec.heads))
+        return None if self.gate is None else F.logsigmoid(in_heads(self.gate(x), self.spec.heads))
 
 
 class Stack(nn.Module):
@@ -172,6 +174,7 @@ class GatedLinearAttentionSpec:
     output_gate: bool = True
     norm_weight: bool = True
     epsilon: float = 1e-5
+    kind: Literal["gla"] = "gla"
 
     def __post_init__(self) -> None:
         for name in ("width", "heads", "key_value_heads", "key_width", "value_width"):
@@ -183,62 +186,79 @@ class GatedLinearAttentionSpec:
             raise SpecError(f"`gate_divisor` is {self.gate_divisor}; it must be above 0.")
 
 
+GatedLinearAttentionState = tuple[Float[Tensor, "..."], ...]
+"""The matrices [B, H, K, V]; behind them, where there are convolutions, what those on queries, keys and values still see. Float32 or wider."""
+
+
 class GatedLinearAttention(nn.Module):
     """out(norm(o) * silu(output_gate(x))), o the reads of gated linear attention at scale K ** -0.5.
 
-    Source: Yang et al. 2023, arXiv:2312.06635, section 4.4, as flash-linear-attention builds it. Without its feature maps and its caches.
+    Source: Yang et al. 2023, arXiv:2312.06635, section 4.4, as flash-linear-attention builds it. Without its feature maps and its caches. With a
+    generator, weights start from N(0, 1 / fan-in), theirs from N(0, 0.02^2); without one, as torch starts each part.
     """
 
-    def __init__(self, spec: GatedLinearAttentionSpec):
+    def __init__(self, spec: GatedLinearAttentionSpec, generator: torch.Generator | None = None, dtype: torch.dtype | None = None):
         super().__init__()
         self.spec = spec
         widths = {"q": spec.heads * spec.key_width, "k": spec.key_value_heads * spec.key_width, "v": spec.key_value_heads * spec.value_width}
-        self.q, self.k, self.v = (nn.Linear(spec.width, width, bias=False) for width in widths.values())
+        self.q, self.k, self.v = (nn.Linear(spec.width, width, bias=False, dtype=dtype) for width in widths.values())
         gates = widths["k"] if spec.gate == "key" else spec.heads
         if spec.gate_rank:
-            self.gate: nn.Module = nn.Sequential(nn.Linear(spec.width, spec.gate_rank, bias=False), nn.Linear(spec.gate_rank, gates))
+            narrow = nn.Linear(spec.width, spec.gate_rank, bias=False, dtype=dtype)
+            self.gate: nn.Module = nn.Sequential(narrow, nn.Linear(spec.gate_rank, gates, dtype=dtype))
         else:
-            self.gate = nn.Linear(spec.width, gates)
+            self.gate = nn.Linear(spec.width, gates, dtype=dtype)
         self.convolutions = nn.ModuleDict()
         if spec.convolution:
             for name, width in widths.items():
-                self.convolutions[name] = nn.Conv1d(width, width, spec.convolution, groups=width, bias=spec.convolution_bias)
+                self.convolutions[name] = Convolution(width, spec.convolution, bias=spec.convolution_bias, dtype=dtype)
         read = spec.heads * spec.value_width
-        self.output_gate = nn.Linear(spec.width, read, bias=False) if spec.output_gate else None
-        self.norm = nn.RMSNorm(spec.value_width, eps=spec.epsilon, elementwise_affine=spec.norm_weight)
-        self.out = nn.Linear(read, spec.width, bias=False)
+        self.output_gate = nn.Linear(spec.width, read, bias=False, dtype=dtype) if spec.output_gate else None
+        self.out = nn.Linear(read, spec.width, bias=False, dtype=dtype)
+        if generator is not None:
+            start_(self, generator)
+        self.norm = nn.RMSNorm(spec.value_width, eps=spec.epsilon, elementwise_affine=spec.norm_weight, dtype=dtype)
 
-    def forward(self, x: Float[Tensor, "B T D"], *, mask: Bool[Tensor, "B T"] | None = None) -> Float[Tensor, "B T D"]:
-        """Tokens after the layer, without a residual.
+    def start(self, batch: int) -> GatedLinearAttentionState:
+        """Nothing read yet."""
+        spec, wide = self.spec, torch.promote_types(self.q.weight.dtype, torch.float32)
+        matrix = self.q.weight.new_zeros(batch, spec.heads, spec.key_width, spec.value_width, dtype=wide)
+        return matrix, *(part.start(batch) for part in self.convolutions.values() if isinstance(part, Convolution))
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], state: GatedLinearAttentionState | None = None, mask: Bool[Tensor, "B T"] | None = None
+    ) -> tuple[Float[Tensor, "B T D"], GatedLinearAttentionState]:
+        """What every token reads, without a residual, and the state after the last one.
 
         Args:
             x: Tokens.
-            mask: True where a token is real; the others write nothing and decay nothing, and a convolution sees zeros there.
+            state: `start` where left out.
+            mask: True where a token is real; the others write nothing, decay nothing, and no convolution sees them.
         Raises:
             ShapeError: The parts do not fit each other.
         """
+        x = entered(x, width=self.spec.width, mask=mask)
+        return in_order(self._run, x, self.start(len(x)) if state is None else state, mask)
+
+    def _run(self, x: Tensor, state: GatedLinearAttentionState, mask: Tensor | None) -> tuple[Tensor, GatedLinearAttentionState]:
+        """With padding at the end only."""
         spec = self.spec
-        check(x=(x, f"B T {spec.width}"), **({} if mask is None else {"mask": (mask, "B T")}))
-        q, k, v = (self._mixed(name, project(x), mask) for name, project in (("q", self.q), ("k", self.k), ("v", self.v)))
+        matrix, *before = state
+        mixed, windows = [self.q(x), self.k(x), self.v(x)], []
+        for index, (convolution, recent) in enumerate(zip(self.convolutions.values(), before, strict=True)):
+            y, window = convolution(mixed[index], recent, mask)
+            mixed[index] = F.silu(y)
+            windows.append(window)
         log_gate = F.logsigmoid(self.gate(x)) / spec.gate_divisor
         if spec.gate_floor is not None:
             log_gate = log_gate.clamp(min=spec.gate_floor)
-        q, k, v = _heads(q, spec.heads), _heads(k, spec.key_value_heads), _heads(v, spec.key_value_heads)
-        log_gate = _heads(log_gate, spec.key_value_heads if spec.gate == "key" else spec.heads)
+        q, k, v = (in_heads(y, heads) for y, heads in zip(mixed, (spec.heads, spec.key_value_heads, spec.key_value_heads), strict=True))
+        log_gate = in_heads(log_gate, spec.key_value_heads if spec.gate == "key" else spec.heads)
         k, v, log_gate = (y.repeat_interleave(spec.heads // y.shape[2], dim=2) for y in (k, v, log_gate))
         k, log_gate_k = _passing_over(mask, k, log_gate)
-        o, _ = gated_linear(q, k, v, log_gate_k=log_gate_k, scale=spec.key_width**-0.5)
-        o = self.norm(o).flatten(2)
-        mixed: Tensor = self.out(o if self.output_gate is None else o * F.silu(self.output_gate(x)))
-        return mixed
-
-    def _mixed(self, name: str, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Behind the convolution, where there is one."""
-        if name not in self.convolutions:
-            return x
-        if mask is not None:
-            x = x.masked_fill(~mask[..., None], 0.0)
-        return F.silu(self.convolutions[name](F.pad(x.mT, (self.spec.convolution - 1, 0))).mT)
+        o, matrix = gated_linear(q, k, v, log_gate_k=log_gate_k, scale=spec.key_width**-0.5, state=matrix)
+        o = self.norm(o.to(self.out.weight.dtype)).flatten(2)  # of the weights' width, also where a caller computes in less
+        return self.out(o if self.output_gate is None else o * F.silu(self.output_gate(x))), (matrix, *windows)
 
 
 # What flash-linear-attention calls the parts of `GatedLinearAttention`.
@@ -328,10 +348,6 @@ def _fla_name(name: str) -> str:
 def _theirs(name: str) -> str:
     ours = max((ours for ours in FLA_NAMES.values() if name.startswith(f"{ours}.")), key=len)
     return next(theirs for theirs, known in FLA_NAMES.items() if known == ours) + name.removeprefix(ours)
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    return x.reshape(*x.shape[:2], heads, -1)
 
 
 def _passing_over(mask: Tensor | None, k: Tensor, log_gate: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ Source: Gu and Dao 2023, arXiv:2312.00752, section 3; names and shapes of weight
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import ShapeError, SpecError
-from graven.layers.base import at_least_one, entered, start_
+from graven.layers.base import Convolution, at_least_one, entered, in_order, start_
 from graven.ops.diagonal import diagonal
 from graven.shapes import check
 
@@ -49,6 +49,7 @@ class MambaSpec:
     convolution_bias: bool = True
     bias: bool = False
     out_width: int | None = None
+    kind: Literal["mamba"] = "mamba"
 
     def __post_init__(self) -> None:
         numbers = ("width", "inner", "memory", "step_rank", "convolution")
@@ -79,7 +80,7 @@ class Mamba(nn.Module):
         super().__init__()
         self.spec = spec
         self.in_proj = nn.Linear(spec.width, 2 * spec.inner, bias=spec.bias, dtype=dtype)
-        self.conv1d = nn.Conv1d(spec.inner, spec.inner, spec.convolution, groups=spec.inner, bias=spec.convolution_bias, dtype=dtype)
+        self.conv1d = Convolution(spec.inner, spec.convolution, bias=spec.convolution_bias, dtype=dtype)
         self.x_proj = nn.Linear(spec.inner, spec.step_rank + 2 * spec.memory, bias=False, dtype=dtype)
         self.dt_proj = nn.Linear(spec.step_rank, spec.inner, dtype=dtype)
         self.out_proj = nn.Linear(spec.inner, spec.reads, bias=spec.bias, dtype=dtype)
@@ -91,6 +92,11 @@ class Mamba(nn.Module):
         self.A_log = nn.Parameter(torch.arange(1, spec.memory + 1, dtype=self.in_proj.weight.dtype).log().repeat(spec.inner, 1))
         self.D = nn.Parameter(torch.ones(spec.inner, dtype=dtype))
 
+    def start(self, batch: int) -> MambaState:
+        """Nothing read yet."""
+        recent = self.conv1d.start(batch)
+        return MambaState(recent, recent.new_zeros(batch, self.spec.inner, self.spec.memory))
+
     def forward(
         self, x: Float[Tensor, "B T D"], state: MambaState | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T E"], MambaState]:
@@ -100,36 +106,24 @@ class Mamba(nn.Module):
             ShapeError: The parts do not fit each other.
         """
         x = entered(x, width=self.spec.width, mask=mask)
-        state = self._start(x) if state is None else state
+        state = self.start(len(x)) if state is None else MambaState(*state)
         check(x=(x, "B T D"), recent=(state.recent, f"B {self.spec.convolution - 1} {self.spec.inner}"),
               memory=(state.memory, f"B {self.spec.inner} {self.spec.memory}"))  # fmt: skip
-        if not x.shape[1]:
-            return x.new_zeros(len(x), 0, self.spec.reads), state
-        if mask is None:
-            return self._run(x, state, None)
-        order = (~mask).int().argsort(dim=1, stable=True)  # real tokens first: neighbours are then those that the convolution should see
-        y, end = self._run(_taken(x, order), state, mask.gather(1, order))
-        return _taken(y, order.argsort(dim=1)), end
+        return in_order(self._run, x, state, mask)
 
     def _run(self, x: Tensor, state: MambaState, mask: Tensor | None) -> tuple[Tensor, MambaState]:
         """With padding at the end only."""
         spec = self.spec
         x, z = self.in_proj(x).chunk(2, -1)
-        seen = torch.cat([state.recent, x], 1)
-        x = F.silu(F.conv1d(seen.transpose(1, 2), self.conv1d.weight, self.conv1d.bias, groups=spec.inner).transpose(1, 2))
-        d, b, c = self.x_proj(x).split([spec.step_rank, spec.memory, spec.memory], -1)
+        x, recent = self.conv1d(x, state.recent, mask)
+        x = F.silu(x)
+        d, b, c = torch.split(self.x_proj(x), [spec.step_rank, spec.memory, spec.memory], -1)
         step = F.softplus(self.dt_proj(d), threshold=40.0)  # torch's own is a line from 20 on, which is off by 2e-9
         decay = (step[..., None] * -self.A_log.exp()).exp()
         u = (step * x)[..., None] * b[:, :, None]
         h, memory = diagonal(u.flatten(2), decay=decay.flatten(2), state=state.memory.flatten(1), mask=mask)
         y = (h.reshape(decay.shape) @ c[..., None]).squeeze(-1) + self.D * x
-        length = x.new_full((len(x), 1), x.shape[1], dtype=torch.long) if mask is None else mask.sum(1, keepdim=True)
-        last = length + torch.arange(spec.convolution - 1, device=x.device)
-        return self.out_proj(y * F.silu(z)), MambaState(_taken(seen, last), memory.reshape(state.memory.shape))
-
-    def _start(self, x: Tensor) -> MambaState:
-        spec = self.spec
-        return MambaState(x.new_zeros(len(x), spec.convolution - 1, spec.inner), x.new_zeros(len(x), spec.inner, spec.memory))
+        return self.out_proj(y * F.silu(z)), MambaState(recent, memory.reshape(state.memory.shape))
 
 
 def read_mamba(weights: Mapping[str, Tensor]) -> Mamba:
@@ -158,8 +152,3 @@ def read_mamba(weights: Mapping[str, Tensor]) -> Mamba:
             raise SpecError(f"`{name}` is {came} and {expected} is expected beside the other weights of this Mamba mixer.")
     layer.load_state_dict(dict(weights))
     return layer
-
-
-def _taken(x: Tensor, places: Tensor) -> Tensor:
-    """Entries of axis 1, row by row."""
-    return x.gather(1, places[..., None].expand(-1, -1, x.shape[-1]))

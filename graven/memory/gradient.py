@@ -17,48 +17,19 @@ from typing import Literal
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from graven.errors import ModelError, SpecError
 from graven.lm.base import Continuation, LanguageModel, greedy
+from graven.memory.base import read_behind
+from graven.memory.base import wide as wide
+from graven.memory.rules import PLAIN, At, GaussNewton, LowRank, Product, Rule
+from graven.memory.rules import SGD as SGD
+from graven.memory.rules import Adam as Adam
+from graven.memory.rules import Moments as Moments
 from graven.ops.inner_loop import Tensors, descend
 from graven.ops.pointwise import cross_entropy
 from graven.shapes import check
 from graven.tasks.base import Tokens, front
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGD:
-    """Plain gradient steps.
-
-    Args:
-        rate: Step size, the start of it where it is learned.
-        learn: "no", one "scalar", or one per "coordinate" of the memory.
-        clip: Largest Euclidean norm of one row's gradient; no limit where left out.
-        settle: Factor on the rate for each step beyond the `steps` of the spec: below 1, a longer write comes to rest near the last step that was
-            trained, where a constant rate may walk on past it.
-    """
-
-    rate: float = 0.2
-    learn: Literal["no", "scalar", "coordinate"] = "no"
-    clip: float | None = None
-    settle: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adam:
-    """Adam on the memory, for frozen models. It keeps moments, so nothing can be trained through it here.
-
-    Args:
-        rate: Step size.
-        betas: Decay of the first and second moment.
-        epsilon: Added to the root of the second moment.
-    Source: Kingma and Ba 2014, arXiv:1412.6980, algorithm 1.
-    """
-
-    rate: float = 1e-2
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +46,8 @@ class GradMemSpec:
         rows: Contexts whose graph of a step is in memory at once; all where left out.
         write_head: Reconstruct through a head of its own, a copy of the model's at the start.
         control: Learned vectors on either side of the memory, other ones for writing than for reading.
+        weigh: Tokens of the context have learned weights in the loss of a write, all 1 at the start: twice the sigmoid of a linear map of what is
+            embedded. One step with the right weights is what *Gating is Weighting* says a gate can gain (arXiv:2504.04308).
         projection: A learned linear map, the identity at the start, between the state and the model.
         start: Spread of the start state, in that of the model's embeddings. Behind a first RMSNorm the gradient grows as 1 / |M|, so a small
             start lets the first step fill the memory: trained small decoders leave the plateau "any of the values" sooner (docs/log.md).
@@ -84,15 +57,17 @@ class GradMemSpec:
 
     slots: int
     steps: int
-    rule: SGD | Adam = SGD()
+    rule: Rule = PLAIN
     order: Literal["second", "first", "none"] = "second"
     last: int | None = None
     keep: int = 1
     rows: int | None = None
     write_head: bool = False
     control: int = 0
+    weigh: bool = False
     projection: bool = False
     start: float = 1.0
+    kind: Literal["gradmem"] = "gradmem"
 
     def __post_init__(self) -> None:
         for name, least in {"slots": 1, "steps": 0, "control": 0, "last": 1, "keep": 0, "rows": 1}.items():
@@ -101,19 +76,16 @@ class GradMemSpec:
                 raise SpecError(f"`{name}` is {value}; it must be at least {least}.")
         if not self.start > 0:  # zeros are NaN behind a first RMSNorm
             raise SpecError(f"`start` is {self.start}; it must be above 0.")
-        for name, number in (("rate", self.rule.rate), ("clip", self.rule.clip if isinstance(self.rule, SGD) else None)):
-            if number is not None and not number > 0:
-                raise SpecError(f"`{name}` is {number}; it must be above 0.")
-        if isinstance(self.rule, SGD) and not 0 < self.rule.settle <= 1:
-            raise SpecError(f"`settle` is {self.rule.settle}; it must be above 0 and at most 1, which is a constant rate.")
         if self.order not in ("second", "first", "none"):
             raise SpecError(f'`order` is {self.order!r}; it must be "second", "first" or "none".')
         if self.last is not None and self.order != "second":
             raise SpecError(f'`last` is {self.last} and `order` is "{self.order}"; only second order can be cut short. Leave `last` out.')
-        if isinstance(self.rule, SGD) and self.rule.learn not in ("no", "scalar", "coordinate"):
-            raise SpecError(f'`learn` is {self.rule.learn!r}; it must be "no", "scalar" or "coordinate".')
-        if isinstance(self.rule, SGD) and self.rule.learn != "no" and self.order == "none":
-            raise SpecError(f'`order` is "none" and `learn` is "{self.rule.learn}"; a rate cannot learn from steps that training does not see.')
+        learn = getattr(self.rule, "learn", "no")
+        if self.order == "none" and (isinstance(self.rule, LowRank) or learn not in ("no", False)):
+            what = "its preconditioner" if isinstance(self.rule, LowRank) else f'`learn` is "{learn}"; a rate'
+            raise SpecError(f'`order` is "none" and {what} cannot learn from steps that training does not see.')
+        if isinstance(self.rule, GaussNewton) and self.rows is not None:
+            raise SpecError(f"`rows` is {self.rows} and the rule is Gauss-Newton, whose matrix is that of all rows; leave `rows` out.")
         if isinstance(self.rule, Adam) and self.order != "none":
             raise SpecError(f'`order` is "{self.order}" and the rule is Adam, whose moments are not trained through; use SGD, or order="none".')
 
@@ -136,23 +108,14 @@ class Step:
         token_losses: What it is the mean of: cross entropy of each token in nats, [B, T], 0 at padding.
         hits: Tokens that this state's most probable prediction gets right, given the true tokens before it; [B, T], False at padding.
         state: After the step.
-        moments: What Adam carries to the next step.
+        moments: What the rule carries to the next step.
     """
 
     loss: Float[Tensor, "B"]
     token_losses: Float[Tensor, "B T"]
     hits: Bool[Tensor, "B T"]
     state: Float[Tensor, "B M D"]
-    moments: "Moments | None"
-
-
-@dataclass(frozen=True)
-class Moments:
-    """Adam's running moments of the gradient and of its square, and how many gradients they have seen."""
-
-    first: Float[Tensor, "B M D"]
-    second: Float[Tensor, "B M D"]
-    count: int
+    moments: Moments
 
 
 class GradMem(nn.Module):
@@ -185,10 +148,12 @@ class GradMem(nn.Module):
         self.write_head = nn.Linear(model.hidden_width, model.vocabulary, bias=False) if spec.write_head else None
         if self.write_head is not None:
             self.write_head.weight.data.copy_(model.head_weight)
-        self.rate = None
-        if isinstance(spec.rule, SGD) and spec.rule.learn != "no":
-            shape = (spec.slots, model.width) if spec.rule.learn == "coordinate" else ()
-            self.rate = nn.Parameter(torch.full(shape, spec.rule.rate))
+        self.token_weight = nn.Parameter(torch.zeros(model.width)) if spec.weigh else None
+        self.register_parameter("rate", None)
+        learned = spec.rule.learned(spec.slots, model.width, generator)
+        for name, value in learned.items():
+            self.register_parameter(name, nn.Parameter(value))
+        self._learned = tuple(learned)
 
     def start(self, batch: int) -> Float[Tensor, "B M D"]:
         """The learned start state, one copy a row; float32, or float64 where the model is."""
@@ -233,12 +198,8 @@ class GradMem(nn.Module):
             ShapeError: State and query differ in rows, or the state has another width.
         Source: Kuratov et al. 2026, arXiv:2603.13875v2, equation 6.
         """
-        check(state=(state, f"B M {self.model.width}"), query=(query.ids, "B T"))
-        front_first = query.aligned()
-        hidden = self._hidden(state, self.model.embed(front_first), control=self.read_control)
-        # column j of the query has been preceded by so many real tokens; padding repeats what stood before it
-        seen = F.pad(query.mask.cumsum(-1), (1, 0))
-        return self.model.logits(hidden.gather(1, seen[..., None].expand(-1, -1, hidden.shape[-1])))
+        check(state=(state, f"B M {self.model.width}"))
+        return read_behind(self.model, self.prefix(state, control=self.read_control), query)
 
     def recite(self, state: Float[Tensor, "B M D"], lengths: list[int]) -> list[list[int]]:
         """What the model reproduces of each context when it runs freely from the memory, so many tokens of each row.
@@ -268,6 +229,9 @@ class GradMem(nn.Module):
         weight = weight.gather(-1, front(context.mask))[:, : tokens.ids.shape[1]]
         embedded = self.model.embed(tokens)
         weight = weight.to(wide(embedded).dtype)
+        if self.token_weight is not None:
+            shares = weight / weight.sum(-1, keepdim=True).clamp(min=1.0)
+            return Prepared(tokens, embedded, shares * 2 * (wide(embedded) @ self.token_weight).sigmoid())
         return Prepared(tokens, embedded, weight / weight.sum(-1, keepdim=True).clamp(min=1.0))
 
     def step(self, state: Float[Tensor, "B M D"], context: Prepared, moments: Moments | None = None, *, taken: int = 0) -> Step:
@@ -281,7 +245,7 @@ class GradMem(nn.Module):
             (gradient,) = torch.autograd.grad(loss.sum(), here, create_graph=second)
         if order == "none":
             state = state.detach()
-        state, moments = self._update(state, gradient, moments, taken)
+        state, moments = self._update(state, gradient, moments, taken, context)
         return Step(loss.detach(), losses.detach(), hits, state, moments)
 
     def _trained_write(self, state: Float[Tensor, "B M D"], context: Prepared, steps: int) -> Float[Tensor, "B M D"]:
@@ -294,21 +258,42 @@ class GradMem(nn.Module):
             losses, _ = self._reconstruct(variables[0], Prepared(Tokens(ids, mask), embedded, weight))
             return losses * weight
 
-        def update(taken: int, variables: Tensors, gradients: Tensors, _: Tensors) -> tuple[Tensors, Tensors]:
-            return (self._update(variables[0], gradients[0], None, taken)[0],), ()
+        def update(taken: int, variables: Tensors, gradients: Tensors, carried: Tensors) -> tuple[Tensors, Tensors]:
+            new, moments = self._update(variables[0], gradients[0], Moments(carried, taken), taken, context)
+            return (new,), moments.parts
 
         inputs, leaves = (context.embedded, context.weight, tokens.ids, tokens.mask), list(self.parameters())
         (state,), _ = descend(
-            (state,), loss, update, steps=steps, parameters=leaves, inputs=inputs, second=second, keep=self.spec.keep, rows=self.spec.rows
-        )
+            (state,), loss, update, steps=steps, parameters=leaves, inputs=inputs, carried=self.spec.rule.carried(state), second=second,
+            keep=self.spec.keep, rows=self.spec.rows,
+        )  # fmt: skip
         return state
 
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-        hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
-        logits = self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
+        logits = self._predictions(state, context)
         ids, mask = context.tokens.ids, context.tokens.mask
         losses = cross_entropy(logits.flatten(0, 1), ids.flatten()).view(ids.shape)
         return losses * mask, (logits.argmax(-1) == ids) & mask
+
+    def _predictions(self, state: Float[Tensor, "B M D"], context: Prepared) -> Float[Tensor, "B T A"]:
+        hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
+        return self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
+
+    def _curvature(self, state: Float[Tensor, "B M D"], context: Prepared) -> Product:
+        """Products with the Gauss-Newton matrix of the loss at a state, all of it constant: J v is the derivative of J^T u in u."""
+        with torch.enable_grad():
+            here = state.detach().requires_grad_()
+            logits = self._predictions(here, detached(context))
+            dummy = torch.zeros_like(logits).requires_grad_()
+            (pulled,) = torch.autograd.grad(logits, here, dummy, create_graph=True)
+        p, weight = logits.detach().softmax(-1), context.weight.detach()[..., None]
+
+        def product(v: Tensor) -> Tensor:
+            (tangent,) = torch.autograd.grad(pulled, dummy, v, retain_graph=True)
+            by = weight * p * (tangent - (p * tangent).sum(-1, keepdim=True))
+            return torch.autograd.grad(logits, here, by, retain_graph=True)[0]
+
+        return product
 
     def _write_logits(self, hidden: Float[Tensor, "*B E"]) -> Float[Tensor, "*B A"]:
         """What a write predicts with: its own head, which is float32 whatever the model is, or the model's."""
@@ -333,32 +318,20 @@ class GradMem(nn.Module):
 
     def update(
         self, state: Float[Tensor, "B M D"], gradient: Float[Tensor, "B M D"], moments: Moments | None = None, *, taken: int = 0
-    ) -> tuple[Float[Tensor, "B M D"], Moments | None]:
+    ) -> tuple[Float[Tensor, "B M D"], Moments]:
         """State and moments after the rule took one step, `taken` of which went before."""
-        return self._update(state, gradient, moments, taken)
+        return self._update(state, gradient, moments, taken, None)
 
-    def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int) -> tuple[Tensor, Moments | None]:
+    def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int, context: Prepared | None) -> tuple[Tensor, Moments]:
         rule = self.spec.rule
-        if isinstance(rule, SGD):
-            if rule.clip is not None:
-                norm = gradient.flatten(1).norm(dim=1).clamp(min=rule.clip)[:, None, None]
-                gradient = gradient * (rule.clip / norm)
-            settled = rule.settle ** max(0, taken + 1 - self.spec.steps)
-            return state - settled * (rule.rate if self.rate is None else self.rate) * gradient, None
-        if moments is None:
-            moments = Moments(torch.zeros_like(state), torch.zeros_like(state), 0)
-        (beta1, beta2), count = rule.betas, moments.count + 1
-        first = moments.first.lerp(gradient, 1 - beta1)
-        second = moments.second.lerp(gradient * gradient, 1 - beta2)
-        step = (first / (1 - beta1**count)) / ((second / (1 - beta2**count)).sqrt() + rule.epsilon)
-        return state - rule.rate * step, Moments(first, second, count)
-
-
-def wide(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
-    """As float32, float64 as it is: half precision would lose most of the updates of a memory."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        moments = Moments(rule.carried(state), 0) if moments is None else moments
+        curvature = self._curvature(state, context) if context is not None and isinstance(rule, GaussNewton) else None
+        learned = {name: self.get_parameter(name) for name in self._learned}
+        at = At(learned, moments.count, beyond=max(0, taken + 1 - self.spec.steps), curvature=curvature)
+        change, parts = rule.change(gradient, moments.parts, at)
+        return state - change, Moments(parts, moments.count + 1)
 
 
 def detached(context: Prepared) -> Prepared:
     """The same context as a constant."""
-    return Prepared(context.tokens, context.embedded.detach(), context.weight)
+    return Prepared(context.tokens, context.embedded.detach(), context.weight.detach())

@@ -8,14 +8,14 @@ from torch import Tensor
 from graven.answer import Answer, ask_pages, at_least_one
 from graven.decoding import GREEDY, Decoding
 from graven.engrave import engrave
-from graven.errors import SpecError
+from graven.errors import ModelError, SpecError
 from graven.fidelity import Verified, same_text
 from graven.lm.base import Continuation
 from graven.memory.file import Memory
+from graven.memory.gradient import GradMem
 from graven.models.base import ProgressCall, Recital, check_numbers, cut, key_hash, memory_of, recited_pages
 from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
-from graven.tasks.retrieval import digits_of, key_of, parse_records, text_of
 from graven.train import Trained
 
 
@@ -25,11 +25,15 @@ class RecordsModel:
     Args:
         trained: The checkpoint.
         slots: Refused where it differs from what the checkpoint was trained with.
+    Raises:
+        ModelError: The checkpoint is another kind of memory than GradMem.
     """
 
     kind = "records"
 
     def __init__(self, trained: Trained, *, slots: int | None = None):
+        if not isinstance(trained.memory, GradMem):
+            raise ModelError(f'this checkpoint is a memory of kind "{trained.spec.memory.kind}"; records are written into "gradmem" only.')
         self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
         self.size = sum(weight.numel() for weight in self.memory.parameters())
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
@@ -56,13 +60,13 @@ class RecordsModel:
             raise SpecError(f"`rate` is {rate} and that of {self.name} was fixed by its training; leave it out.")
         steps = self.memory.spec.steps if steps is None else steps
         check_numbers(steps=steps, seed=seed, deadline=deadline)
-        pairs = parse_records(text, self.task)
+        pairs = self.task.parse(text)
         pages = cut(pairs, self.pairs_a_page)
-        context = Tokens.of([self._context(page) for page in pages])
+        context = Tokens.of([self.task.context_of(page) for page in pages])
         keys = [tuple(sorted(key_hash(key) for key, _ in page)) for page in pages]
         done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
-        found = self._values(done.state, [key for key, _ in pairs], keys=keys, most=self.task.value_length + 1)
-        answered = sum(text_of(best.tokens, self.task) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
+        found = self._values(done.state, [key for key, _ in pairs], keys=keys, most=self.task.answer_length)
+        answered = sum(self.task.text_of(best.tokens) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
         return memory_of(
             done, context, model=self.memory.model, kind="records", rule=repr(self.memory.spec.rule), seed=seed, lossless=True,
             records=len(pairs), answered=answered, keys=keys,
@@ -83,10 +87,10 @@ class RecordsModel:
         if decoding != GREEDY:
             raise SpecError(f"{self.name} answers a key with its most probable value and in no other way; leave the settings of decoding out.")
         memory.belongs_to(self.memory.model)
-        most = self.task.value_length + 1 if max_tokens is None else at_least_one(max_tokens)
-        asked, held = [key_of(query, self.task) for query in queries], [page.keys for page in memory.about.pages]
+        most = self.task.answer_length if max_tokens is None else at_least_one(max_tokens)
+        asked, held = [self.task.key_of(query) for query in queries], [page.keys for page in memory.about.pages]
         return [
-            Answer(query, text_of(best.tokens, self.task), sum(best.log_probabilities), page, known=key_hash(key) in held[page])
+            Answer(query, self.task.text_of(best.tokens), sum(best.log_probabilities), page, known=key_hash(key) in held[page])
             for query, key, (page, best) in zip(queries, asked, self._values(memory.state, asked, keys=held, most=most), strict=True)
         ]
 
@@ -107,8 +111,8 @@ class RecordsModel:
         """
         memory.belongs_to(self.memory.model)
         rows, exact = recited_pages(self.memory, memory)
-        text = "\n".join(text_of(row, self.task) for row in rows)
-        return Recital(text.replace("!!", "\n").strip("!").replace("!\n!", "\n") if exact else text, exact, sum(map(len, rows)))
+        told = self.task.lines_of if exact else self.task.text_of
+        return Recital("\n".join(map(told, rows)), exact, sum(map(len, rows)))
 
     def verify(self, memory: Memory, text: str, *, questions: Sequence[Query] | None = None, probes: int | None = None) -> Verified:
         """Ask every key of the records anew.
@@ -121,8 +125,8 @@ class RecordsModel:
         memory.belongs_to(self.memory.model)
         if questions is not None or probes is not None:
             raise SpecError("`questions` or `probes` is given; of records every key is asked, so leave them out.")
-        pairs = parse_records(text, self.task)
-        same_text([token for page in cut(pairs, self.pairs_a_page) for token in self._context(page)], memory.about)
+        pairs = self.task.parse(text)
+        same_text([token for page in cut(pairs, self.pairs_a_page) for token in self.task.context_of(page)], memory.about)
         right = sum(answer.text == value for answer, (_, value) in zip(self.ask_many(memory, [key for key, _ in pairs]), pairs, strict=True))
         stored = memory.about.answered or 0
         return Verified(answered=right, shortfalls=(f"{right} records are answered, and the file says {stored}",) if right < stored else ())
@@ -130,11 +134,6 @@ class RecordsModel:
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
     ) -> list[tuple[int, Continuation]]:
-        mark = self.task.mark
-        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(asked).tolist()] if asked else []
+        rows = [self.task.query_of(key) for key in asked]
         where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
-        return ask_pages(lambda slots, query: self.memory.answer(slots, query, most=most, stop={mark("!"), mark("|")}), state, rows, where=where)
-
-    def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
-        keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])
-        return self.task.episode(keys[None], values[None]).context.row(0)
+        return ask_pages(lambda slots, query: self.memory.answer(slots, query, most=most, stop=self.task.ends), state, rows, where=where)

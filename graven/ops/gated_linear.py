@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from graven.errors import ShapeError, SpecError
-from graven.shapes import check
+from graven.errors import SpecError
+from graven.ops.base import blocks, check_heads, first_state, pair_sums
 
 Form = Literal["recurrent", "parallel", "chunk"]
 
@@ -67,23 +67,25 @@ def gated_linear(
     >>> o.flatten().tolist(), state.item()
     ([1.0, 1.5, 1.75], 1.75)
     """
-    _check_arguments(q, k, v, log_gate_k=log_gate_k, log_gate_v=log_gate_v, state=state, reset=reset)
+    keys = "B T H 1" if log_gate_k is not None and log_gate_k.shape[-1:] == (1,) else "B T H K"
+    check_heads(q, k, v, log_gate_k=(log_gate_k, keys), log_gate_v=(log_gate_v, "B T H V"), state=(state, "B H K V"), reset=(reset, "B T"))
     if chunk < 1:
         raise SpecError(f"`chunk` is {chunk}; it must be at least 1.")
-    dtype, start = v.dtype, _start(q, k, v, log_gate_k, log_gate_v, state=state)
+    dtype, start = v.dtype, first_state(q, k, v, log_gate_k, log_gate_v, state=state)
     open_gate = torch.zeros(*q.shape[:3], 1, dtype=start.dtype, device=q.device)
     a, b = (open_gate if gate is None else gate for gate in (log_gate_k, log_gate_v))
     cut = open_gate.bool() if reset is None else reset[:, :, None, None].expand(open_gate.shape)
     q, k, v, a, b = (x.to(start.dtype) for x in (q, k, v, a, b))
     rows = [x.transpose(1, 2) for x in (q * scale, k, v, a, b, cut)]
-    if form == "recurrent":
-        o, end = _recurrent(*rows, state=start)
-    elif form == "parallel":
-        o, end = _parallel(*rows, state=start)
-    elif form == "chunk":
-        o, end = _chunk(*rows, state=start, chunk=chunk)
-    else:
+    if form not in ("recurrent", "parallel", "chunk"):
         raise SpecError(f'`form` is {form!r}; it must be "recurrent", "parallel" or "chunk".')
+    with torch.autocast(q.device.type, enabled=False):  # it would compute the state in half of the digits that it is kept in
+        if form == "recurrent":
+            o, end = _recurrent(*rows, state=start)
+        elif form == "parallel":
+            o, end = _parallel(*rows, state=start)
+        else:
+            o, end = _chunk(*rows, state=start, chunk=chunk)
     return o.transpose(1, 2).to(dtype), end
 
 
@@ -106,19 +108,12 @@ def matrix_gated_linear(
         ShapeError, SpecError: As `gated_linear`.
     Source: Li et al. 2025, arXiv:2504.04308, equation (GLA), with the gate transposed as S is.
     """
-    _check_arguments(q, k, v, log_gate=log_gate, state=state)
-    start = _start(q, k, v, log_gate, state=state)
+    check_heads(q, k, v, log_gate=(log_gate, "B T H K V"), state=(state, "B H K V"))
+    start = first_state(q, k, v, log_gate, state=state)
     rows = [x.to(start.dtype).transpose(1, 2) for x in (q, k, v)]
-    o, end = _recur(scale * rows[0], rows[1], rows[2], log_gate.to(start.dtype).exp().unbind(1), state=start)
+    with torch.autocast(q.device.type, enabled=False):
+        o, end = _recur(scale * rows[0], rows[1], rows[2], log_gate.to(start.dtype).exp().unbind(1), state=start)
     return o.transpose(1, 2).to(v.dtype), end
-
-
-def _start(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, state: Tensor | None) -> Tensor:
-    """The first state, in the dtype that everything is computed in."""
-    wide = torch.float64 if any(x is not None and x.dtype == torch.float64 for x in (q, k, v, *gates, state)) else torch.float32
-    if state is not None:
-        return state.to(wide)
-    return torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3], dtype=wide, device=q.device)
 
 
 def _recur(q: Tensor, k: Tensor, v: Tensor, gates: Iterable[Tensor], *, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,21 +139,14 @@ def _parallel(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cut: Tensor
     cuts = cut.squeeze(-1).cumsum(-1)
     seen = (cuts[..., :, None] == cuts[..., None, :]).tril()[..., None]
     if a.shape[-1] == 1:
-        weights = (q @ k.mT)[..., None] * _pair_sums(a).exp()
+        weights = (q @ k.mT)[..., None] * pair_sums(a).exp()
     else:
-        weights = (q[..., None, :] * k[..., None, :, :] * _pair_sums(a).exp()).sum(-1, keepdim=True)
+        weights = (q[..., None, :] * k[..., None, :, :] * pair_sums(a).exp()).sum(-1, keepdim=True)
     weights = weights.masked_fill(~seen, 0.0)
-    reads = weights.squeeze(-1) @ v if b.shape[-1] == 1 else (weights * _pair_sums(b).exp() * v[..., None, :, :]).sum(-2)
+    reads = weights.squeeze(-1) @ v if b.shape[-1] == 1 else (weights * pair_sums(b).exp() * v[..., None, :, :]).sum(-2)
     start_reads = (q * _since(a, cut)) @ state * _since(b, cut)
     writes = (k * _until(a, cut)).mT @ (v * _until(b, cut))
     return start_reads + reads, _whole(a, cut).mT * _whole(b, cut) * state + writes
-
-
-def _pair_sums(log_gate: Tensor) -> Tensor:
-    """Sums over the steps s < j <= t as [..., t, s, gate], each added up for itself; 0 where s >= t."""
-    length = log_gate.shape[-2]
-    later = torch.ones(length, length, dtype=torch.bool, device=log_gate.device).tril(-1)[..., None]
-    return log_gate[..., :, None, :].masked_fill(~later, 0.0).cumsum(-3)
 
 
 def _chunk(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cut: Tensor, *, state: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +156,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cut: Tensor, *
         return v, state
     size = 1 << (min(chunk, length) - 1).bit_length()
     fill = -length % size  # steps that gate nothing and write nothing
-    q, k, v, a, b, cut = (_blocks(F.pad(x, (0, 0, 0, fill)), size) for x in (q, k, v, a, b, cut))
+    q, k, v, a, b, cut = (blocks(F.pad(x, (0, 0, 0, fill)), size) for x in (q, k, v, a, b, cut))
     writes = (k * _until(a, cut)).mT @ (v * _until(b, cut))
     gates = _whole(a, cut).mT * _whole(b, cut)
     starts = []
@@ -188,17 +176,12 @@ def _halves(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cut: Tensor) 
     o = (q * k).sum(-1, keepdim=True) * v
     size, half = q.shape[-2], 1
     while half < size:
-        k1, v1, a1, b1, cut1 = (_blocks(x, half)[..., 0::2, :, :] for x in (k, v, a, b, cut))
-        q2, a2, b2, cut2 = (_blocks(x, half)[..., 1::2, :, :] for x in (q, a, b, cut))
+        k1, v1, a1, b1, cut1 = (blocks(x, half)[..., 0::2, :, :] for x in (k, v, a, b, cut))
+        q2, a2, b2, cut2 = (blocks(x, half)[..., 1::2, :, :] for x in (q, a, b, cut))
         reads = (q2 * _since(a2, cut2)) @ (k1 * _until(a1, cut1)).mT @ (v1 * _until(b1, cut1)) * _since(b2, cut2)
         o = o + F.pad(reads.unsqueeze(-3), (0, 0, 0, 0, 1, 0)).flatten(-4, -2)
         half *= 2
     return o
-
-
-def _blocks(x: Tensor, size: int) -> Tensor:
-    """[..., T, K] as [..., T / size, size, K]."""
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 def _since(log_gate: Tensor, cut: Tensor) -> Tensor:
@@ -215,20 +198,3 @@ def _until(log_gate: Tensor, cut: Tensor) -> Tensor:
 def _whole(log_gate: Tensor, cut: Tensor) -> Tensor:
     """Decay over a whole block."""
     return log_gate.sum(-2, keepdim=True).exp().masked_fill(cut.any(-2, keepdim=True), 0.0)
-
-
-def _check_arguments(q: Tensor, k: Tensor, v: Tensor, **rest: Tensor | None) -> None:
-    axes = {"log_gate_v": "B T H V", "log_gate": "B T H K V", "state": "B H K V", "reset": "B T"}
-    axes["log_gate_k"] = "B T H 1" if (gate := rest.get("log_gate_k")) is not None and gate.shape[-1:] == (1,) else "B T H K"
-    given = {name: x for name, x in rest.items() if x is not None}
-    try:
-        check(q=(q, "B T H K"), k=(k, "B T H K"), v=(v, "B T H V"), **{name: (x, axes[name]) for name, x in given.items()})
-    except ShapeError as error:
-        raise ShapeError(f"{error} Tokens are axis 1 (T) and heads axis 2 (H) of all but `state`, which is [B, H, K, V].") from None
-    for name, x in given.items():
-        if name.startswith("log_gate") and (x > 0).any():
-            place = tuple((x > 0).nonzero()[0].tolist())
-            where = ", ".join(f"{letter}={index}" for letter, index in zip(axes[name].split(), place, strict=True))
-            raise SpecError(f"`{name}` is {x[place].item():.4g} at {where}; it is the logarithm of a gate and at most 0: pass logsigmoid.")
-    if (state := given.get("state")) is not None and state.dtype not in (torch.float32, torch.float64):
-        raise SpecError(f"`state` is {state.dtype}; a state is added to at every step and must be float32 or wider: pass `state.float()`.")

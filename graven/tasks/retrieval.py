@@ -12,7 +12,8 @@ Source: Kuratov et al. 2026, arXiv:2603.13875, section 3.1 (their data N*-K2V2-V
 
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -37,6 +38,7 @@ class Retrieval:
         SpecError: A number is below 1.
     """
 
+    kind: Literal["retrieval"] = field(default="retrieval", repr=False)
     key_length: int = 2
     value_length: int = 2
     symbols: int = 62
@@ -64,6 +66,16 @@ class Retrieval:
     def mark(self, character: str) -> int:
         """Token of one of the four marks."""
         return self.symbols + PUNCTUATION.index(character)
+
+    @property
+    def answer_length(self) -> int:
+        """Most tokens of an answer, its end included."""
+        return self.value_length + 1
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset({self.mark("!"), self.mark("|")})
 
     def sample(self, size: int, *, pairs: int, generator: torch.Generator, queries: int | None = None) -> Episode:
         """A batch of contexts with their queries.
@@ -100,6 +112,42 @@ class Retrieval:
             values=at_value.repeat(keys.shape[1]).expand(context.shape),
             answer=self.value_length,
         )
+
+    def episode_of(self, books: Sequence[Sequence[tuple[str, str]]]) -> Episode:
+        """The same of pairs as text, as many in each context; every key is asked."""
+        keys, values = (torch.stack([digits_of([pair[part] for pair in book]) for book in books]) for part in (0, 1))
+        return self.episode(keys, values)
+
+    def context_of(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens of records."""
+        return self.episode_of([pairs]).context.row(0)
+
+    def query_of(self, key: str) -> list[int]:
+        """Tokens of a query."""
+        return [self.mark("?"), self.mark("!"), *digits_of([key]).flatten().tolist(), self.mark(":")]
+
+    def parse(self, text: str) -> list[tuple[str, str]]:
+        """Pairs of a text, `parse_records`."""
+        return parse_records(text, self)
+
+    def key_of(self, query: str) -> str:
+        """The key that a user's query names, with or without the marks of the task: `ab`, `ab:` and `?!ab:` are one.
+
+        Raises:
+            TextError: It is no key of the task.
+        """
+        key = query.strip().removeprefix("?").removeprefix("!").removesuffix(":")
+        _check_part(key, what="the query", length=self.key_length, alphabet=alphabet_of(self))
+        return key
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens as characters."""
+        characters = alphabet_of(self) + PUNCTUATION
+        return "".join(characters[token] for token in ids)
+
+    def lines_of(self, ids: Sequence[int]) -> str:
+        """A context as a user writes it, one record a line."""
+        return self.text_of(ids)[1:-1].replace("!!", "\n")
 
     def _digits(self, numbers: Int[Tensor, "B N"], length: int) -> Int[Tensor, "B N K"]:
         return torch.stack([numbers // self.symbols**place % self.symbols for place in reversed(range(length))], -1)
@@ -147,23 +195,6 @@ def alphabet_of(task: Retrieval) -> str:
 def digits_of(parts: Sequence[str]) -> Int[Tensor, "N K"]:
     """Keys or values of equal length as alphabet indices."""
     return torch.tensor([[CHARACTERS.index(character) for character in part] for part in parts], dtype=torch.long)
-
-
-def key_of(query: str, task: Retrieval) -> str:
-    """The key that a user's query names, with or without the marks of the task: `ab`, `ab:` and `?!ab:` are one.
-
-    Raises:
-        TextError: It is no key of the task.
-    """
-    key = query.strip().removeprefix("?").removeprefix("!").removesuffix(":")
-    _check_part(key, what="the query", length=task.key_length, alphabet=alphabet_of(task))
-    return key
-
-
-def text_of(ids: Sequence[int], task: Retrieval) -> str:
-    """Tokens as characters."""
-    characters = alphabet_of(task) + PUNCTUATION
-    return "".join(characters[token] for token in ids)
 
 
 def _check_part(part: str, *, what: str, length: int, alphabet: str) -> None:

@@ -1,0 +1,257 @@
+"""LaCT: a recurrent layer whose state is a small SwiGLU network, trained by one large step on every chunk of tokens; short attention beside it.
+
+    f(x; w)  = w_1 (silu(w_0 x) * (w_2 x))                                        (fast weights, one network a head)
+    D        = sum over the chunk of r_j,w d<f(k_j; w), v_j>/dw                    (rates of each token, head and matrix)
+    D        <- D + mu D_before,   D <- NS(D)                                      (momentum; Muon: all singular values near 1)
+    w        <- the rows of w + D at their first norms
+    o_t      = attention over the last tokens + silu(a_t) rms(f(q_t; w))           (a chunk reads the weights before it, then changes them)
+
+The weights change when a chunk is full. Tokens of a chunk that is not are kept in the state, so that writing in parts is writing once; `flush`
+applies them, which a memory does before it is asked. The public code never applies the last chunk of a text, full or not: of a text of one chunk it
+writes nothing.
+
+Source: Zhang et al. 2025, arXiv:2505.23884, sections 3.1 to 3.3 and algorithm 1, with the details of their public code; Jordan et al. 2024 (Muon),
+its five steps with the coefficients of that code. Differs: the last chunk; no rotation of what the fast weights see; the window may be shorter than
+a chunk.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from graven.errors import SpecError
+from graven.layers.base import at_least_one, entered, in_order, start_
+from graven.layers.decoder import RMSNorm, angles
+from graven.ops.attention import attention
+from graven.ops.pointwise import rotate
+from graven.shapes import check
+from graven.tasks.base import rows_at
+
+NEAR_ZERO = 1e-5  # beside the norm of a vector
+NEWTON_SCHULZ = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+Weights = tuple[Tensor, Tensor, Tensor]  # w_0, w_1, w_2: [B, H, F, K], [B, H, K, F], [B, H, F, K]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaCTSpec:
+    """The shape of a `LaCT`.
+
+    Args:
+        width: Of a token, D; a multiple of 2 * heads.
+        heads: Fast networks, H, each on K = D / H features; and heads of attention.
+        hidden: Width inside a fast network, F.
+        chunk: Tokens of one step.
+        window: Tokens that attention sees, its own included; the paper's is at least a chunk. Those before the last are in the state.
+        momentum: Steps carry on; twice the state.
+        muon: Steps are orthogonalised, so that only the ratios of rates count.
+        rate: Of every token at the start.
+    Raises:
+        SpecError: A number is out of range, or `width` is no multiple.
+    """
+
+    width: int
+    heads: int
+    hidden: int
+    chunk: int
+    window: int
+    momentum: bool = True
+    muon: bool = True
+    rate: float = 1e-2
+    kind: Literal["lact"] = "lact"
+
+    def __post_init__(self) -> None:
+        at_least_one(width=self.width, heads=self.heads, hidden=self.hidden, chunk=self.chunk, window=self.window)
+        if self.width % (2 * self.heads):
+            raise SpecError(f"`width` is {self.width} and `heads` is {self.heads}; `width` must be a multiple of 2 * `heads`.")
+        if not self.rate > 0:
+            raise SpecError(f"`rate` is {self.rate}; it must be above 0.")
+
+
+class LaCTState(NamedTuple):
+    """Everything that a layer carries on, float32 or wider.
+
+    Args:
+        weights: Of the fast networks.
+        steps: The last step of each, before Muon; nothing without momentum.
+        recent: Of the last tokens: key, value, rates, momentum, and 1 where there was a token; the latest last.
+        pending: How many of them are in a chunk that is not full.
+    """
+
+    weights: Weights
+    steps: tuple[Tensor, ...]
+    recent: Float[Tensor, "B R E"]
+    pending: Float[Tensor, "B"]
+
+
+class LaCT(nn.Module):
+    """One layer, without the norm and the residual that stand around it in a model."""
+
+    def __init__(self, spec: LaCTSpec, generator: torch.Generator | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.spec = spec
+        width, features = spec.width, spec.width // spec.heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False, dtype=dtype)
+        self.out = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.rates = nn.Linear(width, 3 * spec.heads, dtype=dtype)
+        self.momentum = nn.Linear(width, spec.heads, dtype=dtype) if spec.momentum else None
+        self.scale = nn.Linear(width, spec.heads, dtype=dtype)
+        shapes = ((spec.hidden, features), (features, spec.hidden), (spec.hidden, features))
+        self.fast = nn.ParameterList(nn.Parameter(torch.empty(spec.heads, *shape, dtype=dtype)) for shape in shapes)
+        start_(self, generator)
+        for weight in self.fast:
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+        nn.init.constant_(self.rates.bias, spec.rate + math.log(-math.expm1(-spec.rate)))  # softplus of it is the rate
+        self.stretch = nn.Parameter(torch.ones(2, width, dtype=dtype))  # of queries and keys of the fast networks
+        self.offset = nn.Parameter(torch.zeros(2, width, dtype=dtype))
+        self.norm = RMSNorm(features).to(dtype)
+
+    def start(self, batch: int) -> LaCTState:
+        """The learned fast weights, one copy a row, and nothing read yet."""
+        w0, w1, w2 = (_wide(weight).expand(batch, *weight.shape) for weight in self.fast)
+        steps = tuple(torch.zeros_like(weight) for weight in (w0, w1, w2)) if self.spec.momentum else ()
+        kept = max(self.spec.window, self.spec.chunk) - 1
+        numbers = 2 * self.spec.width + (4 if self.spec.momentum else 3) * self.spec.heads + 1
+        return LaCTState((w0, w1, w2), steps, w0.new_zeros(batch, kept, numbers), w0.new_zeros(batch))
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], state: LaCTState | None = None, mask: Bool[Tensor, "B T"] | None = None
+    ) -> tuple[Float[Tensor, "B T D"], LaCTState]:
+        """What every token reads, and the state after the last one; padding is the identity on every part of the state.
+
+        Raises:
+            ShapeError: The parts do not fit each other.
+        """
+        x = entered(x, width=self.spec.width, mask=mask)
+        state = self.start(len(x)) if state is None else LaCTState(*state)
+        check(x=(x, "B T D"), recent=(state.recent, "B R E"))
+        return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
+
+    def flush(self, state: LaCTState) -> LaCTState:
+        """The state with the tokens of its unfinished chunk applied; rows without any keep theirs bit for bit."""
+        state = LaCTState(*state)
+        kept, most = state.recent.shape[1], self.spec.chunk - 1
+        if not most:
+            return state
+        columns = torch.arange(most, device=state.recent.device)
+        pending = state.pending.long()[:, None]
+        tokens = rows_at(state.recent, (kept - pending + columns).clamp(max=kept - 1))
+        state = self._step(tokens, columns < pending, state, full=state.pending > 0)
+        return state._replace(pending=torch.zeros_like(state.pending))
+
+    def _run(self, x: Tensor, state: LaCTState, mask: Tensor | None) -> tuple[Tensor, LaCTState]:
+        """With padding at the end only."""
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
+        lengths, kept = real.sum(1), state.recent.shape[1]
+        q, k, v = self.qkv(x).chunk(3, -1)
+        momentum = [] if self.momentum is None else [self.momentum(x).sigmoid()]
+        tokens = _wide(torch.cat([k, v, F.softplus(self.rates(x)), *momentum, real[..., None].to(x.dtype)], -1))
+        seen = torch.cat([state.recent, tokens * real[..., None]], 1)
+        read, end = self._chunks(_wide(q), seen, lengths, state)
+        fast = self.norm(read) * F.silu(self.scale(x))[..., None]
+        y = self.out(fast.flatten(2).to(x.dtype) + self._attention(_wide(q), seen).to(x.dtype))
+        columns = torch.arange(kept, device=x.device)
+        pending = (state.pending + lengths) % self.spec.chunk
+        return y, end._replace(recent=rows_at(seen, lengths[:, None] + columns), pending=pending)
+
+    def _attention(self, q: Float[Tensor, "B T D"], seen: Float[Tensor, "B S E"]) -> Float[Tensor, "B T D"]:
+        """Over the last tokens, rotated by their columns: only differences of positions count."""
+        length, columns = q.shape[1], torch.arange(seen.shape[1], device=q.device)
+        k, v = seen[..., : 2 * self.spec.width].chunk(2, -1)
+        q, k, v = (x.unflatten(-1, (self.spec.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        cos, sin = angles(columns[None], q.shape[-1], q.dtype)
+        q, k = rotate(q, (cos[:, :, -length:], sin[:, :, -length:])), rotate(k, (cos, sin))
+        ahead = columns[-length:, None] - columns
+        mask = ((ahead >= 0) & (ahead < self.spec.window))[None] & (seen[:, None, :, -1] > 0)
+        return attention(q, k, v, mask=mask[:, None], causal=False).transpose(1, 2).flatten(2)
+
+    def _chunks(self, q: Tensor, seen: Tensor, lengths: Tensor, state: LaCTState) -> tuple[Float[Tensor, "B T H K"], LaCTState]:
+        """From chunk to chunk. Each row starts in the column of its pending tokens, so that all rows go to the next chunk in the same column."""
+        size, length, pending = self.spec.chunk, q.shape[1], state.pending.long()[:, None]
+        columns = torch.arange(-(-(length + int(pending.max())) // size) * size, device=q.device)
+        first, total = state.recent.shape[1] - pending, pending + lengths[:, None]
+        tokens = rows_at(seen, (first + columns).clamp(max=seen.shape[1] - 1))
+        queries = self._fast(rows_at(q, (columns - pending).clamp(0, length - 1)), 0)
+        real, reads = columns < total, []
+        for q_c, tokens_c, real_c in zip(queries.split(size, 2), tokens.split(size, 1), real.split(size, 1), strict=True):
+            reads.append(swiglu_network(q_c, state.weights))
+            state = self._step(tokens_c, real_c, state, full=real_c.all(1))
+        read = torch.cat(reads, 2).transpose(1, 2).flatten(2)
+        return rows_at(read, pending + torch.arange(length, device=q.device)).unflatten(-1, (self.spec.heads, -1)), state
+
+    def _step(self, tokens: Tensor, real: Tensor, state: LaCTState, *, full: Bool[Tensor, "B"]) -> LaCTState:
+        """What the tokens of a chunk change, in rows where it is `full`."""
+        if not full.any():
+            return state
+        width, heads = self.spec.width, self.spec.heads
+        k, v, rates, rest = tokens.split([width, width, 3 * heads, tokens.shape[-1] - 2 * width - 3 * heads], -1)
+        values = F.silu(v).unflatten(-1, (heads, -1)).transpose(1, 2)
+        rates = (rates * real[..., None]).unflatten(-1, (3, heads)).permute(2, 0, 3, 1)
+        steps = ascent(self._fast(k, 1), values, state.weights, rates=rates)
+        if self.spec.momentum:
+            mean = (rest[..., :heads] * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+            steps = tuple(step + mean[..., None, None] * before for step, before in zip(steps, state.steps, strict=True))
+        moved = [weight + (orthogonal(step) if self.spec.muon else step) for weight, step in zip(state.weights, steps, strict=True)]
+        weights = [rescaled(weight, _wide(first)) for weight, first in zip(moved, self.fast, strict=True)]
+        kept = full[:, None, None, None]
+        w0, w1, w2 = (torch.where(kept, new, old) for new, old in zip(weights, state.weights, strict=True))
+        carried = tuple(torch.where(kept, new, old) for new, old in zip(steps, state.steps, strict=True)) if self.spec.momentum else ()
+        return state._replace(weights=(w0, w1, w2), steps=carried)
+
+    def _fast(self, x: Float[Tensor, "B T D"], which: int) -> Float[Tensor, "B H T K"]:
+        """Queries (0) or keys (1) as the fast networks take them: of length 1."""
+        x = F.silu(x * _wide(self.stretch[which]) + _wide(self.offset[which])).unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        return x / (x.norm(dim=-1, keepdim=True) + NEAR_ZERO)
+
+
+def swiglu_network(x: Float[Tensor, "B H T K"], weights: Weights) -> Float[Tensor, "B H T K"]:
+    """f(x; w)."""
+    w0, w1, w2 = weights
+    return (F.silu(x @ w0.mT) * (x @ w2.mT)) @ w1.mT
+
+
+def ascent(k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"], weights: Weights, *, rates: Float[Tensor, "3 B H T"]) -> Weights:
+    """Gradients of sum_j r_j <f(k_j; w), v_j> in the three matrices, each with its rates; written out, so that they can be trained through.
+
+    Source: Zhang et al. 2025, arXiv:2505.23884, equation 6.
+    """
+    w0, w1, w2 = weights
+    h, up = k @ w0.mT, k @ w2.mT
+    s = h.sigmoid()
+    gate, r = h * s, rates[..., None]
+    pull = v @ w1
+    slope = s * (1 + h * (1 - s))
+    return ((r[0] * pull * up * slope).mT @ k, (r[1] * v).mT @ (gate * up), (r[2] * pull * gate).mT @ k)
+
+
+def orthogonal(x: Float[Tensor, "*B K V"]) -> Float[Tensor, "*B K V"]:
+    """Nearly the orthogonal factor of a matrix: a singular value of more than 0.01 of the norm comes to lie between 0.97 and 1.04; 0 stays 0.
+
+    Source: Newton-Schulz steps as in Muon (Jordan et al. 2024), with the five pairs of coefficients of the public code.
+    """
+    y = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    wide = y.shape[-2] <= y.shape[-1]
+    y = y if wide else y.mT
+    for a, b, c in NEWTON_SCHULZ:
+        square = y @ y.mT
+        y = a * y + (b * square + c * square @ square) @ y
+    return y if wide else y.mT
+
+
+def rescaled(weight: Float[Tensor, "B H E K"], first: Float[Tensor, "H E K"]) -> Float[Tensor, "B H E K"]:
+    """Every row at the norm that it has in `first`."""
+    return weight / (weight.norm(dim=-1, keepdim=True) + NEAR_ZERO) * first.norm(dim=-1, keepdim=True)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

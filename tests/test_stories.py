@@ -1,0 +1,187 @@
+"""Stories and bAbI: a reader that only knows the words replays each story and must come to the same answers."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from graven.errors import SpecError, TextError
+from graven.tasks.babi import Babi, batches, leaked, read_babi
+from graven.tasks.stories import END, KINDS, NUMBER, OPPOSITE, PLACES, VOCABULARY, Stories, Story, drawn, episode, text_of, tokens_of, told
+
+DATA = Path(__file__).parents[2] / "shared" / "data" / "babi"
+
+
+def solved(story: Story, question: str) -> str:
+    """The answer, from a replay that shares nothing with the generator but the words."""
+    place, holder, been, gifts, facts = {}, {}, {}, [], []
+
+    def carried(thing, where):
+        place[thing] = where
+        if been.setdefault(thing, [where])[-1] != where:
+            been[thing].append(where)
+
+    for sentence in story.sentences:
+        words = [word for word in sentence.lower().replace(".", " ").split() if word != "there"]
+        if words[0] == "the":
+            _, a, _, way, _, _, b = words
+            facts += [(a, way, b), (b, OPPOSITE[way], a)]
+        elif words[-1] in PLACES:
+            place[words[0]] = words[-1]
+            for thing in [thing for thing, who in holder.items() if who == words[0]]:
+                carried(thing, words[-1])
+        elif words[-2] == "to":
+            gifts.append((words[0], words[-3], words[-1]))
+            holder[words[-3]] = words[-1]
+        elif words[1] in ("got", "took", "grabbed", "picked"):
+            holder[words[-1]] = words[0]
+            carried(words[-1], place.get(words[0]))
+        else:
+            holder.pop(words[-1], None)
+    match question.lower().replace("?", "").split():
+        case ["where", "is", "the", thing]:
+            return place[thing]
+        case ["where", "is", person]:
+            return place[person]
+        case ["where", "was", "the", thing, "before", "the", where]:
+            path = been[thing]
+            return path[len(path) - 1 - path[::-1].index(where) - 1]
+        case ["what", "is", way, "of", "the", b]:
+            return next(x for x, w, y in facts if (w, y) == (way, b))
+        case ["what", "is", "the", a, way, "of"]:
+            return next(y for x, w, y in facts if (x, w) == (a, way))
+        case ["what", "did", a, "give", "to", b]:
+            return [thing for x, thing, y in gifts if (x, y) == (a, b)][-1]
+        case ["who", "did", a, "give", "the", thing, "to"]:
+            return [y for x, t, y in gifts if (x, t) == (a, thing)][-1]
+        case ["who", "gave", "the", thing, "to", b]:
+            return [x for x, t, y in gifts if (t, y) == (thing, b)][-1]
+        case ["who", "gave", "the", thing]:
+            return [x for x, t, y in gifts if t == thing][-1]
+        case ["who", "received", "the", thing]:
+            return [y for x, t, y in gifts if t == thing][-1]
+    raise AssertionError(question)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_what_a_replay_of_the_story_says(kind):
+    random, asked = Random(1), 0
+    for _ in range(200):
+        story = told(kind, random.randint(1, 16), random)
+        for question, answer in story.asked:
+            assert solved(story, question) == answer, (story.text, question)
+        asked += len(story.asked)
+    assert asked > 50
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the bAbI files are not beside the project")
+@pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
+def test_the_same_replay_answers_babi_so_both_mean_the_same(task):
+    stories = read_babi(next((DATA / "en").glob(f"qa{task}_*_test.txt")))
+    assert len(stories) == 1000
+    assert [solved(story, story.asked[0][0]) for story in stories[:300]] == [story.asked[0][1] for story in stories[:300]]
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the bAbI files are not beside the project")
+@pytest.mark.parametrize(("task", "count"), [(1, 16), (4, 741)])
+def test_test_items_that_stand_in_training_are_counted(task, count):
+    train, test = (read_babi(next((DATA / folder).glob(f"qa{task}_*_{part}.txt"))) for folder, part in (("en-10k", "train"), ("en", "test")))
+    assert leaked(train, test) == count
+
+
+def test_a_batch_holds_the_stories_their_questions_and_one_word_answers(generator):
+    batch = Stories(queries=3).sample(8, pairs=10, generator=generator)
+    assert batch.query.ids.shape[:2] == batch.target.ids.shape[:2] == (8, 3)
+    assert (batch.target.ids[..., 1] == NUMBER[END]).all()
+    for i in range(8):
+        story = Story(tuple(f"{line.strip()} ." for line in text_of(batch.context.row(i)).split(".") if line.strip()), ())
+        for j in range(3):
+            question = text_of(batch.query.ids[i, j][batch.query.mask[i, j]].tolist())
+            assert solved(story, question) == VOCABULARY[batch.target.ids[i, j, 0]]
+    assert batch.values[~batch.context.mask].sum() == 0
+
+
+def test_the_same_generator_tells_the_same_stories():
+    one, other = (Stories().sample(4, pairs=8, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one.context.ids, other.context.ids)
+    assert torch.equal(one.query.ids, other.query.ids)
+
+
+def test_only_kinds_that_fit_into_so_few_sentences_are_told(generator):
+    batch = Stories(kinds=("where", "give")).sample(20, pairs=3, generator=generator)
+    assert (batch.query.ids[..., 0] == NUMBER["where"]).all()
+    with pytest.raises(SpecError, match="need 6 sentences"):
+        Stories(kinds=("give",)).sample(1, pairs=3, generator=generator)
+
+
+def test_every_question_comes_once_before_any_comes_twice():
+    asked = [("a", "1"), ("b", "2"), ("c", "3")]
+    assert sorted(drawn(asked, 3, Random(0))) == asked
+    assert len(drawn(asked, 7, Random(0))) == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"kinds": ("chess",)}, "kind of story is 'chess'"), ({"kinds": ()}, "empty"), ({"queries": 0}, "below 1")]
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(SpecError, match=message):
+        Stories(**settings)
+    with pytest.raises(SpecError, match="kind of story"):
+        told("chess", 3, Random(0))
+
+
+def test_text_and_tokens_are_each_others_inverse():
+    text = "Mary went to the garden. The office is north of the kitchen. Where is Mary?"
+    assert text_of(tokens_of(text)) == text
+
+
+def test_a_word_of_another_world_is_refused():
+    for text in ("Mary flew to the moon.", "Mary | garden", "Mary went, home."):
+        with pytest.raises(TextError, match="no word of this small world"):
+            tokens_of(text)
+
+
+FILE = """1 Mary moved to the bathroom.
+2 John went to the hallway.
+3 Where is Mary? \tbathroom\t1
+1 John moved to the office.
+2 Where is John?\toffice\t1
+"""
+
+
+def test_a_babi_file_is_read_question_by_question(tmp_path):
+    (tmp_path / "qa1.txt").write_text(FILE)
+    stories = read_babi(tmp_path / "qa1.txt")
+    assert [(len(story.sentences), story.asked) for story in stories] == [
+        (2, (("Where is Mary?", "bathroom"),)),
+        (1, (("Where is John?", "office"),)),
+    ]
+    task = Babi(file=str(tmp_path / "qa1.txt"))
+    batch = task.sample(5, pairs=1, generator=torch.Generator().manual_seed(0))
+    assert [text_of(batch.context.row(i)) for i in range(5)] == ["John moved to the office."] * 5
+    assert sum(len(part.context.ids) for part in batches(stories * 3, 4)) == 6
+    with pytest.raises(SpecError, match="raise `pairs`"):
+        task.sample(1, pairs=0, generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Mary moved.\n", "line 1: 'Mary moved.' does not begin"),
+        ("1 Mary moved.\n2 Where is Mary?\tmoon\t1\n", "line 2: the answer 'moon'"),
+        (None, "cannot read"),
+    ],
+)
+def test_what_is_no_babi_file_is_refused(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(TextError, match=message):
+        read_babi(tmp_path / "a.txt")
+
+
+def test_an_episode_pads_questions_of_unequal_length():
+    stories = [Story(("mary moved to the garden .",), ()), Story(("john got the milk .",), ())]
+    batch = episode(stories, [[("where is mary ?", "garden")], [("where was the milk before the garden ?", "office")]])
+    assert batch.query.mask.sum(-1).flatten().tolist() == [4, 8]
+    assert batch.context.mask.sum(-1).tolist() == [6, 5]

@@ -27,6 +27,7 @@ LAYER = {
     "lm": 4,
     "construct": 4,
     "memory": 5,
+    "memory.file": 5.1,
     "audit": 5,
     "audit.polynomial": 5.1,
     "audit.dimension": 5.1,
@@ -52,7 +53,9 @@ LAYER = {
     "run": 8,
     "model": 9,
     "demo": 10,
+    "quantize": 10,
     "written": 10,
+    "verbs": 10.5,
     "cli": 11,
     "server": 11,
 }

@@ -130,10 +130,14 @@ class RecordsModel:
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
     ) -> list[tuple[int, Continuation]]:
-        mark = self.task.mark
-        rows = [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(asked).tolist()] if asked else []
+        mark, rows = self.task.mark, self.query_rows(asked)
         where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
         return ask_pages(lambda slots, query: self.memory.answer(slots, query, most=most, stop={mark("!"), mark("|")}), state, rows, where=where)
+
+    def query_rows(self, keys: Sequence[str]) -> list[list[int]]:
+        """Tokens of the query for each key."""
+        mark = self.task.mark
+        return [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])

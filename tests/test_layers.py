@@ -25,6 +25,7 @@ LAYER = {
     "layers": 3,
     "decoding": 3,
     "lm": 4,
+    "lm.pretrained": 4.1,
     "construct": 4,
     "memory": 5,
     "memory.file": 5.1,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graven.answer import Reader
 from graven.errors import SpecError, TextError
-from graven.lm.base import predictors
+from graven.lm.base import LanguageModel, predictors
 from graven.lm.cached import Followed, Prompted
 from graven.memory.file import About, Agreement, Fidelity, Memory, text_hash
 from graven.study import CHAT, self_study
@@ -72,12 +72,12 @@ def fidelity(reader: Reader, text: Sequence[int], queries: Sequence[Query], fore
     said = [one for (one,) in reader.found(rows, most=PROBE_TOKENS)]
     alone = model.generate(reader.bare.expand(len(rows), -1, -1), Tokens.of(rows), most=PROBE_TOKENS, stop=model.stop)
 
-    def beside(prefixes: Tensor, answers: list[list[int]]) -> Agreement:
+    def against(prefixes: Tensor, answers: list[list[int]]) -> Agreement:
         return agreement(reader, taught, _states(reader, prefixes, rows, taught), answers, queries)
 
     return Fidelity(
-        memory=beside(torch.stack([reader.prefixes[page] for page, _ in said]), [one.whole for _, one in said]),
-        closed_book=beside(reader.bare.expand(len(rows), -1, -1), [one.whole for one in alone]),
+        memory=against(torch.stack([reader.prefixes[page] for page, _ in said]), [one.whole for _, one in said]),
+        closed_book=against(reader.bare.expand(len(rows), -1, -1), [one.whole for one in alone]),
         full_context=agreement(reader, taught, [one.hidden for one in taught], [one.tokens for one in taught], queries),
         found=found_share(reader, rows),
         false_found=found_share(reader, reader.rows(foreign)) if foreign else None,
@@ -98,6 +98,21 @@ def agreement(
         queries: The questions, some perhaps with their right answers.
     """
     model = reader.model
+    known = [(query.answer, model.decode(ids)) for query, ids in zip(queries, answers, strict=True) if query.answer is not None]
+    kl, top_token, log_probability = beside(model, taught, states)
+    return Agreement(
+        queries=len(queries),
+        kl=kl,
+        top_token=top_token,
+        accuracy=sum(right.strip().lower() in text.lower() for right, text in known) / len(known) if known else None,
+        exact=sum(one.tokens == ids for one, ids in zip(taught, answers, strict=True)) / len(taught),
+        log_probability=log_probability,
+    )
+
+
+@torch.no_grad()
+def beside(model: LanguageModel, taught: Sequence[Followed], states: Sequence[Tensor]) -> tuple[float, float, float]:
+    """Divergence, share of most probable tokens and log probability of answers whose tokens other hidden states predict."""
     kls, top, values = [list[float]() for _ in range(3)]
     for one, other in zip(taught, states, strict=True):
         wanted, found = (model.logits(hidden).float().log_softmax(-1) for hidden in (one.hidden, other))
@@ -105,15 +120,7 @@ def agreement(
         kls += (wanted.exp() * (wanted - found)).sum(-1).clamp(min=0.0).tolist()  # below 0 by rounding only
         top += (found.argmax(-1) == ids).float().tolist()
         values += found.gather(-1, ids[:, None])[:, 0].tolist()
-    known = [(query.answer, model.decode(ids)) for query, ids in zip(queries, answers, strict=True) if query.answer is not None]
-    return Agreement(
-        queries=len(queries),
-        kl=sum(kls) / len(kls),
-        top_token=sum(top) / len(top),
-        accuracy=sum(right.strip().lower() in text.lower() for right, text in known) / len(known) if known else None,
-        exact=sum(one.tokens == ids for one, ids in zip(taught, answers, strict=True)) / len(taught),
-        log_probability=sum(values) / len(values),
-    )
+    return sum(kls) / len(kls), sum(top) / len(top), sum(values) / len(values)
 
 
 def _states(reader: Reader, prefixes: Tensor, rows: Sequence[Sequence[int]], taught: Sequence[Followed]) -> list[Tensor]:

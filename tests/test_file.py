@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from graven.errors import MemoryFileError, MismatchError, OutputError, SpecError
 from graven.lm.base import digest
-from graven.memory.file import MOST_BYTES, NEWER, About, Agreement, Base, Fidelity, Memory, Page, ensure_replaceable
+from graven.memory.file import MOST_BYTES, SINCE, About, Agreement, Base, Fidelity, Memory, Page, ensure_replaceable
 
 PAGE = Page(tokens=7, recited=7, text_hash="0" * 64)
 ABOUT = About(
@@ -133,16 +133,17 @@ NEW_FIELDS = {
 
 
 def test_the_fields_of_version_2_come_back_with_their_types(memory, tmp_path):
-    assert set(NEW_FIELDS) == set(NEWER)
+    assert set(NEW_FIELDS) == {name for name, since in SINCE.items() if since == 2}
     about = dataclasses.replace(ABOUT, **NEW_FIELDS)
     assert Memory.load(Memory(memory.state, about).save(tmp_path / "a")).about == about
 
 
-def test_a_file_of_version_1_is_read_and_saved_as_it_was(memory, tmp_path):
-    fields = {name: value for name, value in dataclasses.asdict(ABOUT).items() if name not in NEWER} | {"version": 1}
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_an_older_version_is_read_and_saved_as_it_was(version, memory, tmp_path):
+    fields = {name: value for name, value in dataclasses.asdict(ABOUT).items() if SINCE.get(name, 1) <= version} | {"version": version}
     text = json.dumps(fields, sort_keys=True)
     loaded = Memory.load(forge(tmp_path / "old", memory.state, text))
-    assert loaded.about == dataclasses.replace(ABOUT, version=1)
+    assert loaded.about == dataclasses.replace(ABOUT, version=version)
     assert loaded.content_hash == digest(text.encode(), memory.state.numpy().tobytes())
     assert Memory.load(loaded.save(tmp_path / "again")).content_hash == loaded.content_hash
 
@@ -352,7 +353,7 @@ def test_a_process_with_little_memory_left_survives_every_hostile_file(place, tm
         ("[" * 100_000, "is no whole memory file (maximum recursion depth exceeded"),
         ("[]", "has format version None"),
         ("null", "has format version None"),
-        (changed(version=3), "has format version 3 and this graven reads up to 2; install the graven that wrote it."),
+        (changed(version=4), "has format version 4 and this graven reads up to 3; install the graven that wrote it."),
         (changed(version="1"), "has format version '1'"),
         (changed(version=True), "has format version True"),
         (changed(version=0), "has format version 0"),
@@ -397,9 +398,9 @@ def test_metadata_without_one_of_their_fields_are_told(missing, memory, tmp_path
     [
         (torch.full((2, 3, 4), math.nan), "holds numbers that are not finite"),
         (torch.full((2, 3, 4), math.inf), "holds numbers that are not finite"),
-        (torch.ones(2, 3, 4, dtype=torch.float64), "has a state of type F64 and shape [2, 3, 4]; float32 and three axes were expected."),
-        (torch.ones(2, 3, 4, dtype=torch.bfloat16), "has a state of type BF16"),
-        (torch.ones(2, 3, 4, dtype=torch.int32), "has a state of type I32"),
+        (torch.ones(2, 3, 4, dtype=torch.float64), "has state of type F64 and shape [2, 3, 4]; F32 and three axes were expected."),
+        (torch.ones(2, 3, 4, dtype=torch.bfloat16), "has state of type BF16"),
+        (torch.ones(2, 3, 4, dtype=torch.int32), "has state of type I32"),
         (torch.ones(2, 3), "and shape [2, 3]"),
         (torch.ones(2, 3, 4, 1), "and shape [2, 3, 4, 1]"),
         (torch.ones(2, 3, 0), "and shape [2, 3, 0]"),

@@ -23,10 +23,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from graven.decoding import GREEDY, Decoding, Stream, decode
-from graven.errors import ModelError, OrderError, TextError
-from graven.layers.transformers import OURS, counted, register_attention
+from graven.errors import ModelError, TextError
+from graven.layers.transformers import OURS, register_attention
 from graven.lm.base import Continuation, canonical, digest, evenly, in_front, sampled_rows, score, without_state
-from graven.ops.second_order import check_twice_differentiable
+from graven.lm.probes import probe_attention, probe_embeddings, probe_positions, probe_twice, reason
 from graven.shapes import check
 from graven.tasks.base import Tokens, rows_at
 
@@ -39,13 +39,14 @@ class Pretrained(nn.Module):
         tokenizer: Text to tokens and back, without special tokens of its own making.
         name: What a user calls it.
         revision: Snapshot of a hub id, or None.
+        checked: Whether a model that a probe finds unfit is refused; `graven doctor` alone goes on and looks for more.
     Raises:
         ModelError: The probe found that embeddings do not stand for tokens in this model, that its head is unknown or that it is not causal.
     Source: ours; tests/test_lm.py runs it over two dozen architectures.
     """
 
     # `model` and `tokenizer` are Any for the reason that `library` gives
-    def __init__(self, model: Any, tokenizer: Any, *, name: str, revision: str | None = None):
+    def __init__(self, model: Any, tokenizer: Any, *, name: str, revision: str | None = None, checked: bool = True):
         super().__init__()
         self.model, self.tokenizer, self.name, self.revision = model, tokenizer, name, revision
         self._found_twice: dict[tuple[str | None, torch.device, bool], bool] = {}  # what was found by trying, for each way of running it
@@ -61,9 +62,8 @@ class Pretrained(nn.Module):
         # The model's own settings (sampling, penalties) would fill whatever a call leaves open; graven reads the most probable text.
         model.generation_config = library().GenerationConfig()
         self.eval()  # the wrapper and all inside; dropout would make every probe fail
-        if model.config._attn_implementation == OURS:
-            self._probe_attention()
-        self._probe()
+        if checked:
+            self._check()
 
     def __str__(self) -> str:
         return f"{self.name} ({type(self.model).__name__})"
@@ -87,24 +87,8 @@ class Pretrained(nn.Module):
         """
         way = getattr(self.model.config, "_attn_implementation", None), self.model.device, self.model.training
         if way not in self._found_twice:
-            self._found_twice[way] = self._try_twice()
+            self._found_twice[way] = probe_twice(self)
         return self._found_twice[way]
-
-    def _try_twice(self) -> bool:
-        x = self.model.get_input_embeddings()(torch.arange(4, device=self.model.device)[None]).detach().requires_grad_()
-        with torch.enable_grad():
-            loss = self.hidden(x).square().sum()
-            try:
-                check_twice_differentiable(loss, [x])
-                (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-                torch.autograd.grad(gradient.square().sum(), x)
-            except OrderError:
-                return False
-            except RuntimeError as error:
-                if "not implemented" not in str(error):
-                    raise
-                return False
-        return True
 
     @property
     def fingerprint(self) -> str:
@@ -208,66 +192,21 @@ class Pretrained(nn.Module):
 
     @cached_property
     def _minds_positions(self) -> bool:
-        # by trying, because some architectures take positions as an argument and drop them without a word
-        ids = torch.arange(4, device=self.model.device)[None]
-        x, close = self.model.get_input_embeddings()(ids).detach(), torch.arange(4, device=self.model.device)[None]
-        with torch.no_grad():
-            return not torch.equal(self._run(x, close), self._run(x, 2 * close))
+        return probe_positions(self)
 
-    @torch.no_grad()
-    def _probe_attention(self) -> None:
-        """Some architectures never ask for the attention that was set, or give it something else to do than their own does."""
-        ids = torch.arange(min(12, self.vocabulary), device=self.model.device).repeat(2, 1)
-        mask = torch.ones_like(ids)
-        mask[0, :3] = 0
-        calls: list[str] = []
-        try:
-            with counted(calls):
-                got = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            self.model.set_attn_implementation("eager")
-            expected = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-            self.model.set_attn_implementation(OURS)
-        except (KeyError, AttributeError, RuntimeError, ValueError, TypeError) as error:
-            raise ModelError(f'{self} takes no attention from outside ({reason(error)}); load it with attention="eager".') from error
-        if not calls:
-            raise ModelError(f'{self} never calls the attention that it is given; load it with attention="eager".')
-        off = spread(got[mask.bool()], expected[mask.bool()])
-        if not off <= self._tolerance:
-            raise ModelError(
-                f"{self} computes something else with graven's attention than with its own (off by {off:.2g} standard deviations); "
-                'load it with attention="eager".'
-            )
-
-    @property
-    def _tolerance(self) -> float:
-        """Of a probe, in standard deviations."""
-        return 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 0.1
-
-    @torch.no_grad()
-    def _probe(self) -> None:
-        ids = torch.randint(self.vocabulary, (1, 12), generator=torch.Generator().manual_seed(0)).to(self.model.device)
-        expected = self.model(input_ids=ids, use_cache=False).logits
-        embedded = self.embed(Tokens.full(ids))
-        try:
-            whole = self.model(inputs_embeds=embedded, use_cache=False).logits
-            hidden, start = self.hidden(embedded), self.hidden(embedded[:, :6])
-            ours = self.logits(hidden)
-        except (RuntimeError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{self} does not run from embeddings ({reason(error)}), so memory vectors cannot reach it. Use another model."
-            ) from error
-        foreign = "scales or augments its embeddings inside, so memory vectors would not mean to it what tokens do"
-        for got, wanted, fault in (
-            (whole, expected, foreign),
-            (ours, expected, "has a head that graven does not know, so its hidden states cannot be turned into logits"),
-            (start, hidden[:, :6], "lets a column see later ones, so nothing can be written or answered one token after another"),
-        ):
-            if not (off := spread(got, wanted)) <= self._tolerance:
-                raise ModelError(f"{self} {fault} (a probe is off by {off:.2g} standard deviations). Use another model.")
+    def _check(self) -> None:
+        if self.model.config._attn_implementation == OURS and (fault := probe_attention(self).fault):
+            raise ModelError(f'{self} {fault}; load it with attention="eager".')
+        if fault := next((probe.fault for probe in probe_embeddings(self) if probe.fault), None):
+            raise ModelError(f"{self} {fault}. Use another model.")
 
 
 def load_pretrained(
-    path: str, *, dtype: Literal["float32", "bfloat16", "float16"] = "float32", attention: Literal["sdpa", "eager", "graven"] | None = None
+    path: str,
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    attention: Literal["sdpa", "eager", "graven"] | None = None,
+    checked: bool = True,
 ) -> Pretrained:
     """A model and its tokenizer from a directory, a GGUF file or a hub id; nothing of a model's own code is ever run.
 
@@ -276,6 +215,7 @@ def load_pretrained(
         dtype: Of the weights.
         attention: "graven" and "eager" can be differentiated twice, which training through a write needs. "graven" takes memory and time like a
             fused kernel; "eager" is there for architectures that take no attention from outside. The library's choice where left out.
+        checked: As of `Pretrained`.
     Raises:
         ModelError: There is no such model, it is not whole, or the probe refused it.
     """
@@ -292,7 +232,7 @@ def load_pretrained(
         if not isinstance(error, broken()) and type(error) is not Exception:  # the package tokenizers raises the bare class
             raise
         raise ModelError(f"{path} has no tokenizer that can be read ({reason(error)}); save one beside the model, or fetch both again.") from error
-    return Pretrained(model, tokenizer, name=path, revision=revision_of(path))
+    return Pretrained(model, tokenizer, name=path, revision=revision_of(path), checked=checked)
 
 
 def load_whole(path: str, **options: Any) -> Any:
@@ -358,24 +298,6 @@ def place(path: str) -> dict[str, Any]:
     elif path.count("/") > 1 or path.startswith((".", "/", "~")) or not path.strip():
         raise ModelError(f"there is no directory {path!r}; {advice}")
     return where
-
-
-def spread(got: Float[Tensor, "*B A"], expected: Float[Tensor, "*B A"]) -> float:
-    """Largest difference, in standard deviations of what was expected."""
-    return float((got.float() - expected.float()).abs().max() / expected.float().std().clamp(min=1e-6))
-
-
-def reason(error: BaseException) -> str:
-    """First sentence of what an error says, or what to do where its cause is the network or the spelling; without a full stop."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
-        chain.append(cause)
-    kinds = {type(link).__name__ for link in chain}
-    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
-        return "it is not on this machine and the hub cannot be reached; give the path of a model directory, or connect once to fetch it"
-    if kinds & {"RepositoryNotFoundError", "HFValidationError"}:
-        return "there is no such directory, and no such model on the hub; check the spelling"
-    return (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0][:200].rstrip(" .:")
 
 
 def revision_of(path: str) -> str | None:

@@ -1,7 +1,8 @@
 """The memory file: one safetensors container, and nothing else is ever read.
 
-The tensor `state` holds the slots of each page, [P, M, D] float32. The metadata entry `graven` is the JSON of an `About`, and `checksum` the
-SHA-256 of that JSON and of the tensor's bytes. A file is written to a temporary name and renamed.
+The tensor `state` holds the slots of each page, [P, M, D] float32; where they were quantized, `codes` and `scales` do (graven/memory/quantize.py).
+The metadata entry `graven` is the JSON of an `About`, and `checksum` the SHA-256 of that JSON and of the tensors' bytes. A file is written to a
+temporary name and renamed.
 
 Source: ours; the container is documented at https://huggingface.co/docs/safetensors. Tests: tests/test_file.py.
 """
@@ -13,21 +14,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save_file
 from torch import Tensor
 
 from graven.errors import MemoryFileError, MismatchError, Outcome, OutputError, SpecError
 from graven.lm.base import LanguageModel, digest
+from graven.memory.quantize import DTYPES, dequantize, quantize, stored_bytes
 from graven.report import ensure_writable, write_atomically
 from graven.settings import build
 
-VERSION = 2
-NEWER = ("objective", "chat", "before", "agreement", "fidelity")  # fields that version 1 had not
+VERSION = 3
+# the version that brought a field; older files have none of it
+SINCE = {"objective": 2, "chat": 2, "before": 2, "agreement": 2, "fidelity": 2, "quantization": 3}
+SAFE = {torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}  # as safetensors calls them
 MOST_BYTES = 1 << 32  # no memory is this large; a file that is was not written by graven
 
 
@@ -114,6 +118,30 @@ class Fidelity:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How a state was made smaller, and what that did to it. All else that the file says of the text is from the write, but `recited` and `answered`.
+
+    Args:
+        bits: Of each number, 8 or 4.
+        group: Numbers that share a scale.
+        change: Root mean square of what was done to the numbers, as a share of their own.
+        kept: What the model says from the smaller memory beside what it says from the larger one: of texts the recital of each page, of records
+            the answer to each key. `exact` is the share of them that stayed the same.
+    Raises:
+        SpecError: `bits`, `group` or `change` is out of range.
+    """
+
+    bits: int
+    group: int
+    change: float
+    kept: Agreement
+
+    def __post_init__(self) -> None:
+        if self.bits not in DTYPES or self.group < 1 or not 0 <= self.change < math.inf:
+            raise SpecError(f"`bits` is {self.bits}, `group` {self.group}, `change` {self.change}; 8 or 4, at least 1, and finite were expected.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class About:
     """Everything that a memory file says of itself.
 
@@ -139,6 +167,7 @@ class About:
             it would; a chat template brings its own.
         agreement: Of a distilled memory with its prompt, on queries that were held out.
         fidelity: On probe questions; none where none were asked.
+        quantization: None where the state is as it was written.
     Raises:
         SpecError: A number is out of range, `outcome` is unknown, or a field is newer than `version`.
     """
@@ -163,6 +192,7 @@ class About:
     before: tuple[int, ...] = ()
     agreement: Agreement | None = None
     fidelity: Fidelity | None = None
+    quantization: Quantization | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -174,8 +204,9 @@ class About:
             raise SpecError(f"`outcome` is {self.outcome!r}; it must be one of {', '.join(Outcome.__members__)}.")
         if self.kind == "records" and (self.records is None or self.answered is None):
             raise SpecError("`records` and `answered` are missing; a memory of records has both.")
-        if self.version == 1 and any(getattr(self, field.name) != field.default for field in dataclasses.fields(self) if field.name in NEWER):
-            raise SpecError(f"`version` is 1, which has none of {', '.join(NEWER)}; leave it out.")
+        newer = [name for name, since in SINCE.items() if since > self.version]
+        if any(getattr(self, field.name) != field.default for field in dataclasses.fields(self) if field.name in newer):
+            raise SpecError(f"`version` is {self.version}, which has none of {', '.join(newer)}; leave it out.")
 
     @property
     def tokens(self) -> int:
@@ -207,13 +238,14 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the state."""
-        return self.state.numel() * self.state.element_size()
+        """Bytes of the state, as the file holds it."""
+        how, numbers = self.about.quantization, self.state.numel()
+        return 4 * numbers if how is None else stored_bytes(numbers, numbers // self.state.shape[-1], bits=how.bits, group=how.group)
 
     @property
     def content_hash(self) -> str:
         """SHA-256 of metadata and state."""
-        return digest(_json(self.about).encode(), self.state.contiguous().numpy().tobytes())
+        return digest(_json(self.about).encode(), *[tensor.view(torch.uint8).numpy().tobytes() for tensor in self._stored().values()])
 
     def belongs_to(self, model: LanguageModel) -> None:
         """Pass where the model is the one that wrote the memory.
@@ -235,11 +267,22 @@ class Memory:
 
         Raises:
             OutputError: The folder is missing or cannot be written to.
+            SpecError: The state is said to be quantized, and is not.
         """
         target = Path(path)
         metadata = {"graven": _json(self.about), "checksum": self.content_hash}
-        write_atomically(target, lambda temporary: save_file({"state": self.state.contiguous()}, temporary, metadata=metadata))
+        write_atomically(target, lambda temporary: save_file(self._stored(), temporary, metadata=metadata))
         return target
+
+    def _stored(self) -> dict[str, Tensor]:
+        """The tensors of the file; what was quantized gives its own codes again, whatever was not is refused."""
+        how = self.about.quantization
+        if how is None:
+            return {"state": self.state.contiguous()}
+        codes, scales = quantize(self.state, bits=how.bits, group=how.group)
+        if not torch.equal(dequantize(codes, scales, bits=how.bits, group=how.group), self.state):
+            raise SpecError(f"`quantization` speaks of {how.bits} bits and the state has more; leave `quantization` out where the state is changed.")
+        return {"codes": codes, "scales": scales}
 
     @classmethod
     def load(cls, path: str | Path) -> "Memory":
@@ -303,21 +346,29 @@ def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
     tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     metadata = header.get("__metadata__", {})
-    if "graven" not in metadata or list(tensors) != ["state"]:
+    if "graven" not in metadata or sorted(tensors) not in (["state"], ["codes", "scales"]):
         raise MemoryFileError(f"{place} is a safetensors file and no memory; give a file that `graven write` made.")
     about = _about(metadata["graven"], place)
-    kind, shape, numbers = (tensors["state"][name] for name in ("dtype", "shape", "data"))
-    if kind != "F32" or len(shape) != 3 or not numbers:
-        raise MemoryFileError(f"{place} has a state of type {kind} and shape {shape}; float32 and three axes were expected. Write it anew.")
-    if metadata.get("checksum") != digest(metadata["graven"].encode(), numbers):
+    how = about.quantization
+    wanted = {"state": torch.float32} if how is None else {"codes": DTYPES[how.bits], "scales": torch.bfloat16}
+    read = [_tensor(tensors.get(name), name, dtype, place) for name, dtype in wanted.items()]
+    if metadata.get("checksum") != digest(metadata["graven"].encode(), *[tensors[name]["data"] for name in wanted]):
         raise MemoryFileError(f"{place} does not match its checksum; it was damaged or changed after it was written. Write it anew.")
-    return about, torch.frombuffer(numbers, dtype=torch.float32).reshape(shape)
+    return about, read[0] if how is None else dequantize(*read, bits=how.bits, group=how.group)
+
+
+def _tensor(stored: dict[str, Any] | None, name: str, dtype: torch.dtype, place: Path) -> Shaped[Tensor, "P M D"]:
+    """One tensor of a container, of this type and three axes."""
+    kind, shape = (stored["dtype"], stored["shape"]) if stored else ("none", [])
+    if stored is None or kind != SAFE[dtype] or len(shape) != 3 or not stored["data"]:
+        raise MemoryFileError(f"{place} has {name} of type {kind} and shape {shape}; {SAFE[dtype]} and three axes were expected. Write it anew.")
+    return torch.frombuffer(stored["data"], dtype=dtype).reshape(shape)
 
 
 def _json(about: About) -> str:
     """The metadata; those of an older file as they stood in it, so that its hash stays what it was."""
     fields = dataclasses.asdict(about)
-    return json.dumps({name: value for name, value in fields.items() if about.version > 1 or name not in NEWER}, sort_keys=True)
+    return json.dumps({name: value for name, value in fields.items() if SINCE.get(name, 1) <= about.version}, sort_keys=True)
 
 
 def _about(text: str, place: Path) -> About:

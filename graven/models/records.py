@@ -134,6 +134,10 @@ class RecordsModel:
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int
     ) -> list[tuple[int, Continuation]]:
-        rows = [self.task.query_of(key) for key in asked]
+        rows = self.query_rows(asked)
         where = [next((page for page, held in enumerate(keys) if key_hash(key) in held), None) for key in asked]
         return ask_pages(lambda slots, query: self.memory.answer(slots, query, most=most, stop=self.task.ends), state, rows, where=where)
+
+    def query_rows(self, keys: Sequence[str]) -> list[list[int]]:
+        """Tokens of the query for each key."""
+        return [self.task.query_of(key) for key in keys]

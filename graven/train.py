@@ -96,7 +96,7 @@ def read_spec(path: Path) -> TrainSpec:
     return build(TrainSpec, read_toml(path), where=path.name)
 
 
-def longest(spec: TrainSpec) -> int:
+def longest(spec: training.RunSpec) -> int:
     """Most steps that a run can take."""
     return sum(stage.at_most for stage in spec.stage)
 

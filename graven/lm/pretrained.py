@@ -49,6 +49,7 @@ class Pretrained(nn.Module):
     def __init__(self, model: Any, tokenizer: Any, *, name: str, revision: str | None = None, checked: bool = True):
         super().__init__()
         self.model, self.tokenizer, self.name, self.revision = model, tokenizer, name, revision
+        self.mark = ""  # of a training that changed how a memory is read: a part of the fingerprint
         self._found_twice: dict[tuple[str | None, torch.device, bool], bool] = {}  # what was found by trying, for each way of running it
         if model.get_output_embeddings() is None:
             raise ModelError(f"{self} has no head that is one matrix, so no logits can be read from a memory. Use another model.")
@@ -93,7 +94,8 @@ class Pretrained(nn.Module):
     @property
     def fingerprint(self) -> str:
         tokenizer = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else repr(sorted(self.tokenizer.get_vocab().items()))
-        return digest(canonical(self.model.config.to_diff_dict()), sampled_rows(self.model.get_input_embeddings().weight), without_state(tokenizer))
+        own = digest(canonical(self.model.config.to_diff_dict()), sampled_rows(self.model.get_input_embeddings().weight), without_state(tokenizer))
+        return digest(own.encode(), self.mark.encode()) if self.mark else own
 
     @cached_property
     def opening(self) -> list[int]:

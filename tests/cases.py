@@ -6,11 +6,23 @@ from typing import Any
 
 import torch
 import zoo
+from torch import nn
 
 from graven.layers.decoder import DecoderSpec
+from graven.layers.delta_net import DeltaNetSpec
+from graven.layers.gated_linear import GatedLinearAttentionSpec
+from graven.layers.lact import LaCTSpec
+from graven.layers.mamba import MambaSpec
+from graven.layers.mamba2 import Mamba2Spec
+from graven.layers.ttt import TTTSpec
 from graven.lm import Pretrained, Small
+from graven.memory.associative import ARMT, ARMTSpec
 from graven.memory.base import Memory
+from graven.memory.cache import KVCache
+from graven.memory.forward import RMT, RMTSpec
 from graven.memory.gradient import SGD, Adam, GradMem, GradMemSpec
+from graven.memory.prefix import Prefix, PrefixSpec
+from graven.memory.recurrent import Mixer, Recurrent, RecurrentSpec
 
 VOCABULARY = zoo.VOCABULARY
 LONGEST = 64  # tokens of the longest context
@@ -58,9 +70,28 @@ def sharp(model: Small | Pretrained) -> Small | Pretrained:
     return model.requires_grad_(False)
 
 
+def drawn(memory: nn.Module) -> Any:
+    """The same memory with every weight drawn anew: some starts write nothing."""
+    zoo.redraw(memory, seed=5)
+    return memory
+
+
 def gradmem(model: Callable[[], Small | Pretrained], **settings: object) -> Callable[[], GradMem]:
     return lambda: GradMem(model(), GradMemSpec(**{"slots": 4, "steps": 2, **settings}), seed=3)
 
+
+def recurrent(mixer: Mixer, **sizes: int) -> Callable[[], Recurrent]:
+    shape = {"vocabulary": VOCABULARY, "width": 32, "layers": 2, "heads": 4, "key_value_heads": 4, "hidden": 64} | sizes
+    return lambda: drawn(Recurrent(DecoderSpec(**shape), RecurrentSpec(mixer=mixer), seed=3))
+
+
+DELTA = DeltaNetSpec(width=32, heads=4, key_width=4, value_width=8)
+GATED_DELTA = DeltaNetSpec(width=32, heads=4, key_width=4, value_width=8, convolution=2, gate=True, output_gate=True)
+GLA = GatedLinearAttentionSpec(width=32, heads=4, key_value_heads=2, key_width=4, value_width=8)
+TTT = TTTSpec(width=32, heads=4, batch=4)
+LACT = LaCTSpec(width=32, heads=4, hidden=8, chunk=4, window=5, rate=0.1)
+MAMBA = MambaSpec(width=32, inner=64, memory=4, step_rank=2)
+MAMBA2 = Mamba2Spec(width=32, inner=64, heads=4, groups=2, memory=4)
 
 PARTS = {"projection": True, "control": 2, "write_head": True}
 
@@ -72,6 +103,20 @@ MEMORIES = {
     "small, clip": Case(steps=True, make=gradmem(small, rule=SGD(clip=0.01))),
     # the first step of Adam is the sign of the gradient, and rounding decides the sign where the gradient is almost 0
     "small, Adam": Case(steps=True, make=gradmem(small, rule=Adam(), order="none"), tolerance=1e-2, trains=False),
+    "RMT": Case(steps=True, make=lambda: RMT(small(), RMTSpec(slots=4), seed=3)),
+    "RMT, all parts": Case(steps=True, make=lambda: RMT(small(), RMTSpec(slots=4, steps=3, write_map=True, residual=True, control=2), seed=3)),
+    "RMT in llama": Case(steps=True, make=lambda: RMT(llama(), RMTSpec(slots=4), seed=3)),
+    "cache": Case(parts=True, grows=True, make=lambda: KVCache(small(), seed=3)),
+    "ARMT": Case(make=lambda: drawn(ARMT(small(), ARMTSpec(slots=2, features=6, segment=4), seed=3))),
+    "prefix": Case(steps=True, make=lambda: Prefix(small(), PrefixSpec(slots=4, steps=2, frozen=1, write_head=True), seed=3)),
+    "prefix, first order": Case(steps=True, make=lambda: Prefix(small(), PrefixSpec(slots=4, steps=2, order="first"), seed=3)),
+    "DeltaNet": Case(parts=True, make=recurrent(DELTA)),
+    "Gated DeltaNet, convolution": Case(parts=True, make=recurrent(GATED_DELTA, convolution=3)),
+    "gated linear attention": Case(parts=True, make=recurrent(GLA, convolution=3, key_value_heads=2)),
+    "TTT-Linear": Case(parts=True, make=recurrent(TTT)),
+    "LaCT": Case(parts=True, make=recurrent(LACT, convolution=3)),
+    "Mamba": Case(parts=True, make=recurrent(MAMBA, heads=1, key_value_heads=1)),
+    "Mamba-2, convolution": Case(parts=True, make=recurrent(MAMBA2, convolution=3, key_value_heads=2)),
     "llama": Case(steps=True, make=gradmem(llama)),
     "llama, Adam": Case(steps=True, make=gradmem(llama, rule=Adam(), order="none"), tolerance=1e-2, trains=False),
     "llama in bfloat16": Case(steps=True, make=gradmem(lambda: llama(torch.bfloat16), **PARTS), tolerance=0.2),

@@ -47,6 +47,7 @@ LAYER = {
     "audit.report": 5.4,
     "audit.readings": 5.5,
     "audit.explain": 5.6,
+    "cost": 6,
     "measure": 6,
     "engrave": 6,
     "answer": 6,

@@ -61,7 +61,9 @@ class Convolution(nn.Conv1d):
         if not x.shape[1]:
             return x, recent
         seen = torch.cat([recent.to(x.dtype), x], 1)
-        y = F.conv1d(seen.mT, self.weight, self.bias, groups=self.groups).mT
+        # tap by tap: torch's own backward of a depthwise convolution takes ten times as long on a CPU
+        taps = [seen[:, at : at + x.shape[1]] * self.weight[:, 0, at] for at in range(self.kernel_size[0])]
+        y = sum(taps[1:], taps[0]) if self.bias is None else sum(taps, self.bias)
         lengths = x.new_full((len(x), 1), x.shape[1], dtype=torch.long) if mask is None else mask.sum(1, keepdim=True)
         last = lengths + torch.arange(recent.shape[1], device=x.device)
         return y, rows_at(seen, last).to(recent.dtype)

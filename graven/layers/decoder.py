@@ -154,13 +154,18 @@ class Decoder(nn.Module):
         if spec.tied:
             self.head.weight = self.tokens.weight
 
-    def embed(self, ids: Int[Tensor, "*B T"]) -> Float[Tensor, "*B T D"]:
-        """Embeddings of tokens that follow each other; the first sees no token before it."""
+    def embed(self, ids: Int[Tensor, "*B T"], *, before: Float[Tensor, "*B W D"] | None = None) -> Float[Tensor, "*B T D"]:
+        """Embeddings of tokens that follow each other.
+
+        Args:
+            ids: The tokens.
+            before: What the convolution sees before the first of them, one column less than it spans; zeros where left out.
+        """
         x = self.tokens(ids)
         if self.convolution is None or ids.shape[-1] == 0:
             return x
-        rows = x.reshape(-1, *x.shape[-2:]).transpose(1, 2)
-        return x + self.convolution(F.pad(rows, (self.spec.convolution - 1, 0))).transpose(1, 2).reshape(x.shape)
+        rows = F.pad(x, (0, 0, self.spec.convolution - 1, 0)) if before is None else torch.cat([before, x], -2)
+        return x + self.convolution(rows.reshape(-1, *rows.shape[-2:]).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
 
     def hidden(
         self,

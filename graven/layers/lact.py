@@ -40,7 +40,7 @@ NEWTON_SCHULZ = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-Weights = tuple[Tensor, Tensor, Tensor]  # w_0, w_1, w_2: [B, H, F, K], [B, H, K, F], [B, H, F, K]
+Weights = Float[Tensor, "B 3 H F K"]  # w_0, the transpose of w_1, w_2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class LaCTState(NamedTuple):
 
     Args:
         weights: Of the fast networks.
-        steps: The last step of each, before Muon; nothing without momentum.
+        steps: The last step, before Muon; nothing without momentum.
         recent: Of the last tokens: key, value, rates, momentum, and 1 where there was a token; the latest last.
         pending: How many of them are in a chunk that is not full.
     """
 
     weights: Weights
-    steps: tuple[Tensor, ...]
+    steps: tuple[Weights, ...]
     recent: Float[Tensor, "B R E"]
     pending: Float[Tensor, "B"]
 
@@ -106,11 +106,10 @@ class LaCT(nn.Module):
         self.rates = nn.Linear(width, 3 * spec.heads, dtype=dtype)
         self.momentum = nn.Linear(width, spec.heads, dtype=dtype) if spec.momentum else None
         self.scale = nn.Linear(width, spec.heads, dtype=dtype)
-        shapes = ((spec.hidden, features), (features, spec.hidden), (spec.hidden, features))
-        self.fast = nn.ParameterList(nn.Parameter(torch.empty(spec.heads, *shape, dtype=dtype)) for shape in shapes)
         start_(self, generator)
-        for weight in self.fast:
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5, generator=generator)
+        fan_in = torch.tensor([features, spec.hidden, features], dtype=dtype)[:, None, None, None]
+        drawn = torch.randn(3, spec.heads, spec.hidden, features, generator=generator, dtype=dtype)
+        self.fast = nn.Parameter(drawn * fan_in**-0.5)
         nn.init.constant_(self.rates.bias, spec.rate + math.log(-math.expm1(-spec.rate)))  # softplus of it is the rate
         self.stretch = nn.Parameter(torch.ones(2, width, dtype=dtype))  # of queries and keys of the fast networks
         self.offset = nn.Parameter(torch.zeros(2, width, dtype=dtype))
@@ -118,11 +117,11 @@ class LaCT(nn.Module):
 
     def start(self, batch: int) -> LaCTState:
         """The learned fast weights, one copy a row, and nothing read yet."""
-        w0, w1, w2 = (_wide(weight).expand(batch, *weight.shape) for weight in self.fast)
-        steps = tuple(torch.zeros_like(weight) for weight in (w0, w1, w2)) if self.spec.momentum else ()
+        weights = _wide(self.fast).expand(batch, *self.fast.shape)
         kept = max(self.spec.window, self.spec.chunk) - 1
         numbers = 2 * self.spec.width + (4 if self.spec.momentum else 3) * self.spec.heads + 1
-        return LaCTState((w0, w1, w2), steps, w0.new_zeros(batch, kept, numbers), w0.new_zeros(batch))
+        steps = (torch.zeros_like(weights),) if self.spec.momentum else ()
+        return LaCTState(weights, steps, weights.new_zeros(batch, kept, numbers), weights.new_zeros(batch))
 
     def forward(
         self, x: Float[Tensor, "B T D"], state: LaCTState | None = None, mask: Bool[Tensor, "B T"] | None = None
@@ -197,16 +196,14 @@ class LaCT(nn.Module):
         k, v, rates, rest = tokens.split([width, width, 3 * heads, tokens.shape[-1] - 2 * width - 3 * heads], -1)
         values = F.silu(v).unflatten(-1, (heads, -1)).transpose(1, 2)
         rates = (rates * real[..., None]).unflatten(-1, (3, heads)).permute(2, 0, 3, 1)
-        steps = ascent(self._fast(k, 1), values, state.weights, rates=rates)
+        step = ascent(self._fast(k, 1), values, state.weights, rates=rates)
         if self.spec.momentum:
             mean = (rest[..., :heads] * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
-            steps = tuple(step + mean[..., None, None] * before for step, before in zip(steps, state.steps, strict=True))
-        moved = [weight + (orthogonal(step) if self.spec.muon else step) for weight, step in zip(state.weights, steps, strict=True)]
-        weights = [rescaled(weight, _wide(first)) for weight, first in zip(moved, self.fast, strict=True)]
-        kept = full[:, None, None, None]
-        w0, w1, w2 = (torch.where(kept, new, old) for new, old in zip(weights, state.weights, strict=True))
-        carried = tuple(torch.where(kept, new, old) for new, old in zip(steps, state.steps, strict=True)) if self.spec.momentum else ()
-        return state._replace(weights=(w0, w1, w2), steps=carried)
+            step = step + mean[:, None, :, None, None] * state.steps[0]
+        weights = rescaled(state.weights + (orthogonal(step) if self.spec.muon else step), _wide(self.fast))
+        kept = full[:, None, None, None, None]
+        steps = (torch.where(kept, step, state.steps[0]),) if self.spec.momentum else ()
+        return state._replace(weights=torch.where(kept, weights, state.weights), steps=steps)
 
     def _fast(self, x: Float[Tensor, "B T D"], which: int) -> Float[Tensor, "B H T K"]:
         """Queries (0) or keys (1) as the fast networks take them: of length 1."""
@@ -216,8 +213,8 @@ class LaCT(nn.Module):
 
 def swiglu_network(x: Float[Tensor, "B H T K"], weights: Weights) -> Float[Tensor, "B H T K"]:
     """f(x; w)."""
-    w0, w1, w2 = weights
-    return (F.silu(x @ w0.mT) * (x @ w2.mT)) @ w1.mT
+    w0, w1, w2 = weights.unbind(1)
+    return (F.silu(x @ w0.mT) * (x @ w2.mT)) @ w1
 
 
 def ascent(k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"], weights: Weights, *, rates: Float[Tensor, "3 B H T"]) -> Weights:
@@ -225,13 +222,12 @@ def ascent(k: Float[Tensor, "B H T K"], v: Float[Tensor, "B H T K"], weights: We
 
     Source: Zhang et al. 2025, arXiv:2505.23884, equation 6.
     """
-    w0, w1, w2 = weights
-    h, up = k @ w0.mT, k @ w2.mT
+    w0, w1, w2 = weights.unbind(1)
+    h, up, pull = k @ w0.mT, k @ w2.mT, v @ w1.mT
     s = h.sigmoid()
     gate, r = h * s, rates[..., None]
-    pull = v @ w1
     slope = s * (1 + h * (1 - s))
-    return ((r[0] * pull * up * slope).mT @ k, (r[1] * v).mT @ (gate * up), (r[2] * pull * gate).mT @ k)
+    return torch.stack([(r[0] * pull * up * slope).mT @ k, (gate * up).mT @ (r[1] * v), (r[2] * pull * gate).mT @ k], 1)
 
 
 def orthogonal(x: Float[Tensor, "*B K V"]) -> Float[Tensor, "*B K V"]:
@@ -248,9 +244,15 @@ def orthogonal(x: Float[Tensor, "*B K V"]) -> Float[Tensor, "*B K V"]:
     return y if wide else y.mT
 
 
-def rescaled(weight: Float[Tensor, "B H E K"], first: Float[Tensor, "H E K"]) -> Float[Tensor, "B H E K"]:
-    """Every row at the norm that it has in `first`."""
-    return weight / (weight.norm(dim=-1, keepdim=True) + NEAR_ZERO) * first.norm(dim=-1, keepdim=True)
+def rescaled(weights: Weights, first: Float[Tensor, "3 H F K"]) -> Weights:
+    """What every unit of a layer multiplies its inputs with, at the norm that it has in `first`."""
+    return weights / (_norms(weights) + NEAR_ZERO) * _norms(first)
+
+
+def _norms(weights: Float[Tensor, "*B 3 H F K"]) -> Tensor:
+    """Of rows, and of columns in the middle, which is kept as its transpose."""
+    rows, columns = (weights.norm(dim=axis, keepdim=True).expand_as(weights) for axis in (-1, -2))
+    return torch.stack([rows[..., 0, :, :, :], columns[..., 1, :, :, :], rows[..., 2, :, :, :]], -4)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -117,6 +117,11 @@ def kept_where_empty(context: Tokens, *, old: S, new: S) -> S:
     return map_states(lambda a, b: torch.where(written.view(-1, *[1] * (a.dim() - 1)), b, a), old, new)
 
 
+def wide(x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
+    """As float32, float64 as it is: half precision would lose most of the updates of a memory."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def floats(state: State) -> int:
     """Numbers of the state of one row."""
     return sum(leaf[:1].numel() for leaf in leaves(state))

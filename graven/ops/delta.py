@@ -14,6 +14,7 @@ Source: Yang et al. 2024, arXiv:2406.06484, equation 2 and section 3.2 (the chun
 The triangular solve in place of their inverse is ours; tests/test_delta.py holds both forms to plain loops.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -52,7 +53,7 @@ def delta(
         scale: Factor on what is read.
         state: Before the first token, float32 or wider; zeros where left out.
         form: "recurrent" is the definition, T dependent steps; "chunk" has T / chunk of them.
-        chunk: Tokens that the chunked form sees at once.
+        chunk: Most tokens that the chunked form sees at once.
     Returns:
         Reads in the dtype of `v`, and the state in float32, or in float64 if anything came in float64.
     Raises:
@@ -94,7 +95,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, gate: Tensor, *, state
     length = q.shape[2]
     if length == 0:
         return v, state
-    size = min(chunk, length)
+    size = math.ceil(length / math.ceil(length / chunk))  # as many chunks, of nearly equal size
     fill = -length % size  # steps that correct nothing and decay nothing
     q, k, v, beta, gate = (blocks(F.pad(x, (0, 0, 0, fill)), size) for x in (q, k, v, beta, gate))
     since, decay = gate.cumsum(-2).exp(), pair_sums(gate).squeeze(-1).exp()

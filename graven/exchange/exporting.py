@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graven.answer import Reader
-from graven.errors import SpecError
+from graven.errors import MismatchError, SpecError
 from graven.exchange.base import Prefix, one_page, prefix_of
 from graven.exchange.peft import write_cartridge, write_prompt
 from graven.exchange.tensor import write_tensor
@@ -63,8 +63,11 @@ def exported(
     """
     if to not in FORMATS:
         raise SpecError(f"`to` is {to!r}; it must be one of {', '.join(FORMATS)}.")
+    base = memory.about.base.name
+    if memory.about.kind == "records":
+        raise SpecError(f"this memory holds records, which only the trained parts of {base} can read; texts of language models are exported.")
     if not isinstance(model, TextModel):
-        raise SpecError(f"this memory holds records, which only the trained parts of {model.name} can read; texts of language models are exported.")
+        raise MismatchError(f"this memory was written with {base}, and {model.name} reads records only; name the right model with --model.")
     if questions and to not in ASKED:
         raise SpecError(f"questions are given and {to} holds none; ask them where the adapter is loaded, or export to {', '.join(ASKED)}.")
     if max_tokens is not None and to not in BODIES:

@@ -53,12 +53,16 @@ def imported(place: Path, model: Pretrained) -> Memory:
 
 
 def named_base(place: Path) -> str | None:
-    """The model that a place names, where it names one."""
-    if os.path.isdir(place):
-        name = json_object(place / CONFIG).get("base_model_name_or_path")
-        return name if isinstance(name, str) and name else None
+    """The model that a place names, where it names one.
+
+    Raises:
+        MemoryFileError: As of `read_export`.
+    """
     _, metadata, _ = read_export(place)
-    return about_of(metadata["graven"], place).base.name if "graven" in metadata else None
+    if "graven" in metadata:
+        return about_of(metadata["graven"], place).base.name
+    name = json_object(place / CONFIG).get("base_model_name_or_path") if os.path.isdir(place) else None
+    return name if isinstance(name, str) and name else None
 
 
 def _unknown(vectors: Float[Tensor, "P S D"], model: Pretrained, source: str) -> About:

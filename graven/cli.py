@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from graven.errors import GravenError, Outcome, SpecError
+from graven.verbs import doctor, several, travel
 from graven.verbs.base import (
     JsonOption,
     MemoryArgument,
@@ -28,9 +29,12 @@ from graven.verbs.base import (
 
 if TYPE_CHECKING:
     from graven.answer import Answer
-    from graven.memory.file import Memory
+    from graven.memory.file import Memory, Quantization
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.add_typer(several.verbs)
+app.add_typer(travel.verbs)
+app.add_typer(doctor.verbs)
 
 INTERRUPTED = 130  # what typer makes of Ctrl-C
 
@@ -302,10 +306,18 @@ def inspect_lines(memory: "Memory") -> list[str]:
         f"fidelity        recites {about.recited} of {about.tokens} tokens; teacher-forced accuracy {about.token_accuracy:.4f}",
         *([] if about.fidelity is None else [f"                {line}" for line in lines_of(about.fidelity)]),
         *([] if about.answered is None else [f"answers         {about.answered} of {records_in(memory)} records"]),
+        *([] if about.quantization is None else [f"quantized       {quantized_line(about.quantization)}"]),
         f"outcome         {Outcome[about.outcome].value}",
         f"content hash    {memory.content_hash}",
         "A memory can reproduce its text by design: keep this file as you would keep the text.",
     ]
+
+
+def quantized_line(how: "Quantization") -> str:
+    """How a memory was made smaller and what that cost."""
+    kept = how.kept
+    same = round((kept.exact or 0) * kept.queries)
+    return f"{how.bits} bits in groups of {how.group}; {same} of {kept.queries} stayed the same, KL {kept.kl:.2g} nats a token"
 
 
 def records_in(memory: "Memory") -> int:

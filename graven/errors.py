@@ -67,5 +67,6 @@ class Outcome(Enum):
     CLOSE = "the loss fell below what was asked for"
     LATE = "the deadline came before every step was taken and the best state until then was kept; raise `--deadline`"
     DIVERGED = "the loss diverged and the best state before that was kept; lower `--rate`"
+    IMPORTED = "the vectors were made by another tool, and nothing is known of their text"
     SOLVED = "one fixed point was found on the whole range where there can be any"
     SEVERAL = "several fixed points were found and the one of lowest risk was taken"

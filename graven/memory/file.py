@@ -245,7 +245,7 @@ class Memory:
     @property
     def content_hash(self) -> str:
         """SHA-256 of metadata and state."""
-        return digest(_json(self.about).encode(), *[tensor.view(torch.uint8).numpy().tobytes() for tensor in self._stored().values()])
+        return digest(json_of(self.about).encode(), *[tensor.view(torch.uint8).numpy().tobytes() for tensor in self._stored().values()])
 
     def belongs_to(self, model: LanguageModel) -> None:
         """Pass where the model is the one that wrote the memory.
@@ -270,7 +270,7 @@ class Memory:
             SpecError: The state is said to be quantized, and is not.
         """
         target = Path(path)
-        metadata = {"graven": _json(self.about), "checksum": self.content_hash}
+        metadata = {"graven": json_of(self.about), "checksum": self.content_hash}
         write_atomically(target, lambda temporary: save_file(self._stored(), temporary, metadata=metadata))
         return target
 
@@ -348,7 +348,7 @@ def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
     metadata = header.get("__metadata__", {})
     if "graven" not in metadata or sorted(tensors) not in (["state"], ["codes", "scales"]):
         raise MemoryFileError(f"{place} is a safetensors file and no memory; give a file that `graven write` made.")
-    about = _about(metadata["graven"], place)
+    about = about_of(metadata["graven"], place)
     how = about.quantization
     wanted = {"state": torch.float32} if how is None else {"codes": DTYPES[how.bits], "scales": torch.bfloat16}
     read = [_tensor(tensors.get(name), name, dtype, place) for name, dtype in wanted.items()]
@@ -365,13 +365,18 @@ def _tensor(stored: dict[str, Any] | None, name: str, dtype: torch.dtype, place:
     return torch.frombuffer(stored["data"], dtype=dtype).reshape(shape)
 
 
-def _json(about: About) -> str:
+def json_of(about: About) -> str:
     """The metadata; those of an older file as they stood in it, so that its hash stays what it was."""
     fields = dataclasses.asdict(about)
     return json.dumps({name: value for name, value in fields.items() if SINCE.get(name, 1) <= about.version}, sort_keys=True)
 
 
-def _about(text: str, place: Path) -> About:
+def about_of(text: str, place: Path) -> About:
+    """The metadata that a file holds.
+
+    Raises:
+        MemoryFileError: They are of a version that is not known, or damaged.
+    """
     fields = json.loads(text)
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:

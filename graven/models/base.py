@@ -119,6 +119,11 @@ def key_hash(key: str) -> int:
     return int(digest(key.encode())[:8], 16)
 
 
+def made_with() -> tuple[str, ...]:
+    """What a memory that is made now is made with."""
+    return f"graven {version('graven')}", f"torch {torch.__version__}", f"python {platform.python_version()}"
+
+
 def memory_of(
     done: Engraved,
     context: Tokens,
@@ -160,6 +165,6 @@ def memory_of(
         chat=chat,
         before=tuple(before),
         agreement=agreement,
-        versions=(f"graven {version('graven')}", f"torch {torch.__version__}", f"python {platform.python_version()}"),
+        versions=made_with(),
     )
     return Memory(done.state.float().contiguous(), about)

@@ -1,0 +1,1 @@
+"""A memory in the formats of other tools, and back."""

@@ -15,7 +15,9 @@ from graven.memory.file import Memory
 from graven.memory.gradient import GradMem
 from graven.models.base import ProgressCall, Recital, check_numbers, cut, key_hash, memory_of, recited_pages
 from graven.tasks.base import Tokens
+from graven.tasks.phonebook import Phonebook
 from graven.tasks.queries import Query
+from graven.tasks.retrieval import Retrieval
 from graven.train import Trained
 
 
@@ -26,7 +28,7 @@ class RecordsModel:
         trained: The checkpoint.
         slots: Refused where it differs from what the checkpoint was trained with.
     Raises:
-        ModelError: The checkpoint is another kind of memory than GradMem.
+        ModelError: The checkpoint is another kind of memory than GradMem, or was trained on what are no records.
     """
 
     kind = "records"
@@ -34,6 +36,8 @@ class RecordsModel:
     def __init__(self, trained: Trained, *, slots: int | None = None):
         if not isinstance(trained.memory, GradMem):
             raise ModelError(f'this checkpoint is a memory of kind "{trained.spec.memory.kind}"; records are written into "gradmem" only.')
+        if not isinstance(trained.spec.task, Retrieval | Phonebook):
+            raise ModelError(f'this checkpoint was trained on "{trained.spec.task.kind}", which has no records.')
         self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
         self.size = sum(weight.numel() for weight in self.memory.parameters())
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)

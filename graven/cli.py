@@ -143,6 +143,7 @@ def ask(
     """Answer queries from a memory alone."""
     from dataclasses import asdict
 
+    from graven.answer import rule_of
     from graven.decoding import Decoding
 
     decoding = Decoding(
@@ -151,19 +152,20 @@ def ask(
     if stream and (json or len(query) > 1):
         raise SpecError("--stream prints the answer to one query as it comes; ask one query, and leave --json out.")
     loaded, reader = open_memory(memory, model)
+    rule = rule_of(loaded.about) if loaded.about.kind == "text" else None
     if stream:
         answers = [streamed(reader.stream(loaded, query[0], max_tokens=max_tokens, decoding=decoding))]
     else:
         answers = reader.ask_many(loaded, query, max_tokens=max_tokens, decoding=decoding)
         lines = [a.text if len(answers) == 1 else f"{a.query}\t{a.text}" for a in answers]
-        show({"answers": [asdict(a) for a in answers]}, lines, as_json=json)
+        show({"answers": [asdict(a) for a in answers], "rule": rule and asdict(rule)}, lines, as_json=json)
     unknown = [a for a in answers if not a.known]
     for a in unknown:
-        if a.log_probability_without is None:
+        if rule is None:
             note(f"{a.query!r} is not a key of this memory; {a.text!r} is a guess")
         else:
-            with_, without = a.log_probability, a.log_probability_without
-            note(f"{a.query!r} is not in memory; {a.text!r}, of log probability {with_:.2f} with it and {without:.2f} without, is a guess")
+            sure = f"of log probability {a.log_probability:.2f} with it and {a.log_probability_without:.2f} without"
+            note(f"{a.query!r} is not in memory; {a.text!r}, {sure}, is a guess; {rule.errors}")
     return 1 if unknown else 0
 
 

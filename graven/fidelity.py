@@ -136,7 +136,7 @@ def found_share(reader: Reader, rows: Sequence[Sequence[int]]) -> float:
     """Share of rows whose answer is said to be in memory."""
     said = [one for ((_, one),) in reader.found(rows, most=PROBE_TOKENS)]
     without = reader.without(rows, [one.whole for one in said])
-    return sum(reader.in_memory(one, alone) for one, alone in zip(said, without, strict=True)) / len(rows)
+    return sum(reader.rule.holds(one, alone) for one, alone in zip(said, without, strict=True)) / len(rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ Source: ours, after the self-study of Eyuboglu et al. 2025, arXiv:2506.06266; te
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -55,7 +56,7 @@ def self_study(
     for taken in range(ROUNDS):
         turn = [prompts[i % len(prompts)] for i in range(taken * count, (taken + 1) * count)]
         rows = [model.encode(_asked(model, prompt, chat=chat)) for prompt in turn]
-        said = prompted.follow(rows, most=LINE_TOKENS, stop=model.stop, generator=generator)
+        said = prompted.follow(rows, most=LINE_TOKENS, stop=model.stop, generator=generator, enough=partial(_whole_line, model))
         for prompt, row in zip(turn, said, strict=True):
             line = _line(model.decode([token for token in row.tokens if token not in model.stop]))
             if line.strip():
@@ -71,6 +72,11 @@ def _asked(model: Pretrained, prompt: str, *, chat: bool) -> str:
     if gap:  # in a chat, still inside the user turn
         return lead
     return halves(model.tokenizer, f"\n\n{prompt}", name=model.name)[1] if chat else f"\n\n{prompt}\n"
+
+
+def _whole_line(model: Pretrained, tokens: list[int]) -> bool:
+    """Whether what comes after these tokens changes nothing any more."""
+    return "\n" in model.decode(tokens).lstrip("\n")
 
 
 def _line(text: str) -> str:

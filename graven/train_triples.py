@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
@@ -28,6 +28,7 @@ from graven.lm.adapter import Adapter, add_adapter
 from graven.lm.base import digest, predictors
 from graven.lm.pretrained import Pretrained, load_pretrained
 from graven.memory.adapted import WriteAdapted, reading
+from graven.memory.base import Prefixed
 from graven.memory.gradient import GradMem, GradMemSpec
 from graven.memory.objective import log_probabilities
 from graven.report import figure
@@ -99,6 +100,24 @@ class TriplesSpec:
         """Whether the model as it was published reads the memory just as the trained one does."""
         frozen = self.adapter is not None and (self.adapter.rank == 0 or self.adapter.when == "write")
         return frozen and not self.memory.projection and not self.memory.control
+
+
+@runtime_checkable  # for the shape checks of the tests
+class Written(Prefixed, Protocol):
+    """A memory of vectors that can be trained on triples."""
+
+    @property
+    def initial(self) -> Float[Tensor, "M D"]:
+        """The start state of one row."""
+        ...
+
+    def start(self, batch: int) -> Float[Tensor, "B M D"]:
+        """The start state, one copy a row."""
+        ...
+
+    def write(self, state: Float[Tensor, "B M D"], context: Tokens, *, steps: int | None = None) -> Float[Tensor, "B M D"]:
+        """The state after a context."""
+        ...
 
 
 class Row(NamedTuple):
@@ -192,7 +211,7 @@ def train_triples(
         note(f"{len(triples) - len(rows)} of {len(triples)} triples are left out: their context has more than {spec.task.longest} tokens, or no room")
     weights = {name: weight for name, weight in memory.named_parameters() if weight.requires_grad}
     origin = {"data": digest(repr(rows).encode()), "model": base.fingerprint, "triples": f"{len(rows)} of {len(triples)}"}
-    job = Job(spec=spec, weights=weights, batch=partial(_batch, spec, memory, rows, list(weights.values())), draw=draw_curve, origin=origin)
+    job = Job(spec=spec, weights=weights, batch=partial(batch_of, spec, memory, rows, list(weights.values())), draw=draw_curve, origin=origin)
     about = training.run(job, out, resume=resume, workers=workers, report=report, stop_after=stop_after)
     return None if about is None else _marked(TrainedTriples(memory.requires_grad_(False), spec, about))
 
@@ -237,7 +256,7 @@ def rows_of(model: Pretrained, triples: Sequence[Triple], spec: TriplesSpec) -> 
     return found
 
 
-def answered(memory: GradMem, state: Float[Tensor, "B M D"], rows: Sequence[Row]) -> tuple[Float[Tensor, "B"], Bool[Tensor, "B"]]:
+def answered(memory: Prefixed, state: Float[Tensor, "B M D"], rows: Sequence[Row]) -> tuple[Float[Tensor, "B"], Bool[Tensor, "B"]]:
     """Loss of each row's answer, the mean over its tokens in nats; and whether every token of it is the most probable one, given those before."""
     with reading(memory):
         prefix = memory.prefix(state, control=memory.read_control)
@@ -249,10 +268,10 @@ def answered(memory: GradMem, state: Float[Tensor, "B M D"], rows: Sequence[Row]
     return torch.stack([one.mean() for one in each.tensor_split(ends)]), torch.stack([one.all() for one in hits])
 
 
-def _batch(
-    spec: TriplesSpec, memory: GradMem, rows: Sequence[Row], weights: list[nn.Parameter], stage: Stage, generator: torch.Generator
+def batch_of(
+    spec: TriplesSpec, memory: Written, rows: Sequence[Row], weights: list[nn.Parameter], stage: Stage, generator: torch.Generator
 ) -> tuple[dict[str, Any], list[Callable[[], Part]]]:
-    """Triples of one step, those of like length together, because padding costs as much as text."""
+    """Triples of one step as a `training.Job` wants them, those of like length together, because padding costs as much as text."""
     steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))]
     drawn = torch.randint(len(rows), (spec.optimizer.batch,), generator=generator).tolist()
     order, size = sorted(drawn, key=lambda i: len(rows[i].context)), spec.optimizer.micro_batch
@@ -260,7 +279,7 @@ def _batch(
     return {"steps": steps}, [partial(_part, memory, weights, group, steps) for group in groups]
 
 
-def _part(memory: GradMem, weights: list[nn.Parameter], rows: Sequence[Row], steps: int) -> Part:
+def _part(memory: Written, weights: list[nn.Parameter], rows: Sequence[Row], steps: int) -> Part:
     """Loss, exact match and gradients of one micro-batch."""
     context, device = Tokens.of([row.context for row in rows]), memory.initial.device
     state = memory.write(memory.start(len(rows)), Tokens(context.ids.to(device), context.mask.to(device)), steps=steps)

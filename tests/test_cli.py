@@ -380,11 +380,14 @@ def test_an_answer_is_searched_for_drawn_ended_or_told_as_it_comes(run, text):
 
 
 def test_an_answer_that_the_memory_does_not_change_is_told(run, text, monkeypatch):
-    monkeypatch.setattr("graven.answer.FOUND_GAIN", math.inf)
+    monkeypatch.setattr("graven.answer.FOUND_GAIN", 1e9)
+    rule = only_object(run("ask", text, "w5 w17", "--max-tokens", 3, "--json"))[1]["rule"]
+    assert rule.keys() == {"gain", "cost", "missed", "passed"}
     for options in ([], ["--stream"]):
         code, out, err = run("ask", text, "w5 w17", "--max-tokens", 3, *options)
         assert (code, out) == (1, "w3 w40 w41\n")
         assert err.startswith("graven: 'w5 w17' is not in memory; 'w3 w40 w41', of log probability -")
+        assert f"this was said of {rule['missed']:.0%} of right answers" in err
         assert err.count("\n") == 1
 
 

@@ -7,6 +7,10 @@ import cases
 import pytest
 import zoo
 
+from graven.answer import Reader
+from graven.models.text import TextModel
+from graven.tasks.queries import Query
+
 FOLDER = Path(__file__).parents[1] / "experiments"
 IDS = [5, 17, 3, 40, 41, 9, 60, 61, 62, 63, 30, 31]
 
@@ -27,16 +31,29 @@ def test_a_few_shot_prompt_is_measured_for_every_row_of_the_grid(tmp_path, monke
     module = load("gradmem_prompts")
     monkeypatch.setattr(module, "EXAMPLES", 4)
     monkeypatch.setattr(module, "QUERIES", 6)
-    rows = [module.measure(module.tiny(), "tiny", name, slots=8, steps=2, seed=0) for name in ("topic", "question")]
-    assert [len(row["losses"]) for row in rows] == [2, 2]
-    assert all(row["held_out"]["kl"] >= 0 and set(row["controls"]) == {"no_prompt", "random"} for row in rows)
+    rows = [row for name in ("topic", "question") for row in module.measure(module.tiny(), "tiny", name, slots=8, at=[1, 2], seed=0)]
+    assert [(row["steps"], row["of"], len(row["losses"])) for row in rows] == [(1, 2, 1), (2, 2, 2)] * 2
+    assert all(row["held_out"]["kl"] >= 0 and row["no_prompt"]["kl"] >= 0 for row in rows)
     assert drawn(module, rows, tmp_path / "p.png")
-    (line,) = module.verdict([{**rows[0], "steps": 60}, rows[1]])
-    assert line.split()[0] in ("holds", "FAILS")
+    lines = module.verdict([{**rows[1], "steps": 60}, {**rows[3], "steps": 60}])
+    assert [line.split()[0] in ("holds", "FAILS") for line in lines] == [True] * 3
+    assert "tiny, topic, seed 0 (the recipe was chosen on it)" in lines[1]
+    assert lines[2].endswith("of 1 hold")
     assert module.shown(rows[0]).endswith(")")
     module.save_files(tmp_path / "files")
     written = sorted(path.name for path in (tmp_path / "files").iterdir())
     assert written == ["question.jsonl", "question.txt", "sentiment.jsonl", "sentiment.txt", "topic.jsonl", "topic.txt"]
+
+
+def test_the_write_of_the_experiment_is_that_of_the_library(monkeypatch):
+    module = load("gradmem_prompts")
+    monkeypatch.setattr(module, "EXAMPLES", 4)
+    monkeypatch.setattr(module, "QUERIES", 6)
+    model, prompt = cases.sharp(module.tiny()), module.prompt_of("topic", 1)
+    *_, row = module.measure(model, "tiny", "topic", slots=8, at=[1, 3], seed=1)
+    _, found = TextModel(model, slots=8).distill(prompt.text, [Query(*pair) for pair in prompt.queries], steps=3, seed=1)
+    assert row["held_out"]["kl"] == pytest.approx(found.held_out.kl, rel=1e-4)
+    assert row["losses"] == pytest.approx(found.engraved.losses, abs=1e-4)
 
 
 def test_every_objective_is_measured_in_every_way(tmp_path, monkeypatch):
@@ -49,6 +66,23 @@ def test_every_objective_is_measured_in_every_way(tmp_path, monkeypatch):
     assert all(0 <= row["recited"] <= 1 and 0 <= row["continued"] <= 1 and row["kl"] >= 0 for row in rows)
     assert drawn(module, rows, tmp_path / "o.png")
     assert len(module.verdict(rows)) == 3
+
+
+def test_answers_are_judged_by_the_text_and_by_the_rule_of_the_library(tmp_path, monkeypatch):
+    module = load("gradmem_found")
+    for name, value in ("STEPS", {"reconstruct": 60, "distill": 2}), ("QUERIES", 4), ("ANSWER", 2), ("PIECES", 2), ("PIECE", 2):
+        monkeypatch.setattr(module, name, value)
+    model = cases.sharp(cases.llama())
+    texts = [module.Text(ids, (("w7 w8", "w9"),)) for ids in (IDS, IDS[::-1])]
+    rows = [row for objective in ("reconstruct", "distill") for row in module.measure(model, texts, 0, objective)]
+    assert {row["kind"] for row in rows} == {"beginning", "piece", "question"}
+    reader = Reader(model, module.written(model, IDS, "reconstruct"))
+    (((_, said),),) = reader.found([IDS[:1]], most=2)
+    assert rows[0]["right"] == (said.whole == IDS[1:3])
+    assert module.known(rows[0]) == reader.rule.holds(said, *reader.without([IDS[:1]], [said.whole]))
+    assert not any(row["right"] for row in rows if row["objective"] == "distill" and not row["own"])
+    assert drawn(module, rows, tmp_path / "f.png")
+    assert len(module.lines_of(rows)) == 1 + 2 * 7
 
 
 @pytest.mark.parametrize("slots", [8, 1])

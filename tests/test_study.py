@@ -76,6 +76,20 @@ def test_a_model_that_repeats_itself_gives_each_query_once(model, monkeypatch):
     assert self_study(model, TEXT, count=4, prompts=["{}", "w7 {}"], seed=0) == ["same", "w7 same"]
 
 
+def test_no_more_is_run_than_the_longest_line_takes(model, monkeypatch):
+    columns = []
+    run = study.Prompted._run
+
+    def counted(self, cache, embedded, **rest):
+        columns.append(embedded.shape[1])
+        return run(self, cache, embedded, **rest)
+
+    monkeypatch.setattr(study.Prompted, "_run", counted)
+    monkeypatch.setattr(model, "decode", lambda ids: " ".join(["w", "w\n", "w"][min(at, 2)] for at in range(len(ids))))
+    assert self_study(model, TEXT, count=1, prompts=["w7 w8 w9{}"], seed=0) == ["w7 w8 w9w w"]
+    assert columns[-2:] == [3, 1]
+
+
 def test_what_cannot_be_asked_is_refused(model):
     assert_refused(SpecError, "`count` is 0 and there are 4 prompts", lambda: self_study(model, TEXT, count=0))
     assert_refused(SpecError, "there are 0 prompts", lambda: self_study(model, TEXT, count=2, prompts=[]))

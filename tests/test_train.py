@@ -77,6 +77,12 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch):
+    """Drawing a curve takes longer than a run of TINY; `whole`, which is made before this, draws it."""
+    monkeypatch.setattr("graven.train.draw_curve", lambda path, _: path.write_bytes(b""))
+
+
 def bits(folder):
     return (folder / "model.safetensors").read_bytes()
 
@@ -95,6 +101,7 @@ def with_stage(**changes):
 
 def test_a_finished_run_leaves_a_checkpoint_a_curve_and_its_picture_and_nothing_else(whole):
     assert sorted(path.name for path in whole.iterdir()) == ["curve.jsonl", "curve.png", "model.json", "model.safetensors"]
+    assert (whole / "curve.png").read_bytes()[:4] == b"\x89PNG"
     rows = read_lines(whole / "curve.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS))
     assert [row["stage"] for row in rows] == [0] * 6 + [1] * 6

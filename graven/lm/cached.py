@@ -6,7 +6,7 @@ would from the text is tried, not assumed: some recurrent ones do not, and those
 """
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,13 +67,22 @@ class Prompted:
         return sum(part.numel() * part.element_size() for part in kept)
 
     @torch.no_grad()
-    def follow(self, rows: Sequence[Sequence[int]], *, most: int, stop: Collection[int], generator: torch.Generator | None = None) -> list[Followed]:
+    def follow(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        most: int,
+        stop: Collection[int],
+        generator: torch.Generator | None = None,
+        enough: Callable[[list[int]], bool] | None = None,
+    ) -> list[Followed]:
         """The most probable tokens behind the prompt and each row, at least one.
 
         Args:
             most: Most tokens, at least 1.
             stop: A row ends with the first of these.
             generator: Tokens are drawn as probable as they are, where it is given.
+            enough: Rows that run side by side end early where this is true of the tokens of each.
         Raises:
             TextError: Prompt, row and continuation are more columns than the model takes.
         """
@@ -88,10 +97,18 @@ class Prompted:
         while order:
             group = [i for i in order[:ROWS_AT_ONCE] if len(rows[i]) == len(rows[order[0]])]
             order = order[len(group) :]
-            done |= zip(group, self._group([list(rows[i]) for i in group], most=most, stop=stop, generator=generator), strict=True)
+            done |= zip(group, self._group([list(rows[i]) for i in group], most=most, stop=stop, generator=generator, enough=enough), strict=True)
         return [done[i] for i in range(len(rows))]
 
-    def _group(self, rows: list[list[int]], *, most: int, stop: Collection[int], generator: torch.Generator | None) -> list[Followed]:
+    def _group(
+        self,
+        rows: list[list[int]],
+        *,
+        most: int,
+        stop: Collection[int],
+        generator: torch.Generator | None,
+        enough: Callable[[list[int]], bool] | None,
+    ) -> list[Followed]:
         """Rows of one length, side by side."""
         cache = copy.deepcopy(self.cache)
         if cache is not None:
@@ -113,7 +130,7 @@ class Prompted:
             chosen = drawn.tolist()
             for row, token in zip(tokens, chosen, strict=True):
                 row.append(token)
-            if all(any(token in stop for token in row) for row in tokens):
+            if all(any(token in stop for token in row) or (enough is not None and enough(row)) for row in tokens):
                 break
             given = [[token] for token in chosen]
         lengths = [next((at + 1 for at, token in enumerate(row) if token in stop), len(row)) for row in tokens]

@@ -28,8 +28,8 @@ class WriteAdapted(GradMem):
 
 
 @contextmanager
-def reading(memory: GradMem) -> Iterator[None]:
-    """The memory's model as it reads, for as long as the block lasts."""
+def reading(memory: object) -> Iterator[None]:
+    """A memory's model as it reads, for as long as the block lasts; only one that is adapted to write reads otherwise than it writes."""
     if not isinstance(memory, WriteAdapted):
         yield
         return

@@ -121,6 +121,7 @@ class ARMT(nn.Module):
         rotation = angles(torch.arange(x.shape[1], device=x.device)[None], decoder.spec.width // decoder.spec.heads, x.dtype)
         fresh, ends = (state[1] == 0).all(-1), []
         for layer, (block, association) in enumerate(zip(decoder.blocks, self.associations, strict=True)):
+            assert isinstance(association, Association)
             matrix, normaliser = (part[:, layer] for part in state)
             x = x + recall(association.query(x), matrix, normaliser)
             x, _ = block(x, rotation, None)

@@ -18,7 +18,7 @@ a chunk.
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -125,7 +125,7 @@ class LaCT(nn.Module):
         return LaCTState(weights, steps, weights.new_zeros(batch, kept, numbers), weights.new_zeros(batch))
 
     def forward(
-        self, x: Float[Tensor, "B T D"], state: LaCTState | None = None, mask: Bool[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T D"], state: LaCTState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T D"], LaCTState]:
         """What every token reads, and the state after the last one; padding is the identity on every part of the state.
 
@@ -137,7 +137,7 @@ class LaCT(nn.Module):
         check(x=(x, "B T D"), recent=(state.recent, "B R E"))
         return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
 
-    def flush(self, state: LaCTState) -> LaCTState:
+    def flush(self, state: LaCTState | tuple[Any, ...]) -> LaCTState:
         """The state with the tokens of its unfinished chunk applied; rows without any keep theirs bit for bit."""
         state = LaCTState(*state)
         kept, most = state.recent.shape[1], self.spec.chunk - 1

@@ -17,7 +17,7 @@ same input.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -137,7 +137,7 @@ class TTT(nn.Module):
         return TTTState(weight, bias, torch.zeros_like(weight), torch.zeros_like(bias), weight.new_zeros(batch), recent)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], state: TTTState | None = None, mask: Bool[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T D"], state: TTTState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T D"], TTTState]:
         """What every token reads, and the state after the last one; padding is the identity on every part of the state.
 

@@ -198,7 +198,8 @@ class Decoder(nn.Module):
             positions = torch.arange(first, first + embeddings.shape[1], device=embeddings.device)[None]
         rotation = angles(positions, self.spec.width // self.spec.heads, embeddings.dtype)
         x, made = embeddings, []
-        for block, cache in zip(self.blocks, before or [None] * len(self.blocks), strict=True):
+        caches: Sequence[Cache | None] = [None] * len(self.blocks) if before is None else before
+        for block, cache in zip(self.blocks, caches, strict=True):
             x, own = block(x, rotation, None if mask is None else mask[:, None], cache)
             made.append(own)
         return self.norm(x), made

@@ -17,7 +17,8 @@ a chunk.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import at_least_one, entered, in_order, start_
+from graven.layers.base import at_least_one, entered, in_heads, in_order, start_
 from graven.layers.decoder import RMSNorm, angles
 from graven.ops.attention import attention
 from graven.ops.pointwise import rotate
@@ -124,7 +125,7 @@ class LaCT(nn.Module):
         return LaCTState(weights, steps, weights.new_zeros(batch, kept, numbers), weights.new_zeros(batch))
 
     def forward(
-        self, x: Float[Tensor, "B T D"], state: LaCTState | None = None, mask: Bool[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T D"], state: LaCTState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T D"], LaCTState]:
         """What every token reads, and the state after the last one; padding is the identity on every part of the state.
 
@@ -136,7 +137,7 @@ class LaCT(nn.Module):
         check(x=(x, "B T D"), recent=(state.recent, "B R E"))
         return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
 
-    def flush(self, state: LaCTState) -> LaCTState:
+    def flush(self, state: LaCTState | tuple[Any, ...]) -> LaCTState:
         """The state with the tokens of its unfinished chunk applied; rows without any keep theirs bit for bit."""
         state = LaCTState(*state)
         kept, most = state.recent.shape[1], self.spec.chunk - 1
@@ -167,7 +168,7 @@ class LaCT(nn.Module):
         """Over the last tokens, rotated by their columns: only differences of positions count."""
         length, columns = q.shape[1], torch.arange(seen.shape[1], device=q.device)
         k, v = seen[..., : 2 * self.spec.width].chunk(2, -1)
-        q, k, v = (x.unflatten(-1, (self.spec.heads, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (in_heads(x, self.spec.heads).transpose(1, 2) for x in (q, k, v))
         cos, sin = angles(columns[None], q.shape[-1], q.dtype)
         q, k = rotate(q, (cos[:, :, -length:], sin[:, :, -length:])), rotate(k, (cos, sin))
         ahead = columns[-length:, None] - columns
@@ -182,23 +183,26 @@ class LaCT(nn.Module):
         tokens = rows_at(seen, (first + columns).clamp(max=seen.shape[1] - 1))
         queries = self._fast(rows_at(q, (columns - pending).clamp(0, length - 1)), 0)
         real, reads = columns < total, []
-        for q_c, tokens_c, real_c in zip(queries.split(size, 2), tokens.split(size, 1), real.split(size, 1), strict=True):
-            reads.append(swiglu_network(q_c, state.weights))
-            state = self._step(tokens_c, real_c, state, full=real_c.all(1))
+        for at in range(0, len(columns), size):
+            here = slice(at, at + size)
+            reads.append(swiglu_network(queries[:, :, here], state.weights))
+            state = self._step(tokens[:, here], real[:, here], state, full=real[:, here].all(1))
         read = torch.cat(reads, 2).transpose(1, 2).flatten(2)
-        return rows_at(read, pending + torch.arange(length, device=q.device)).unflatten(-1, (self.spec.heads, -1)), state
+        return in_heads(rows_at(read, pending + torch.arange(length, device=q.device)), self.spec.heads), state
 
     def _step(self, tokens: Tensor, real: Tensor, state: LaCTState, *, full: Bool[Tensor, "B"]) -> LaCTState:
         """What the tokens of a chunk change, in rows where it is `full`."""
         if not full.any():
             return state
         width, heads = self.spec.width, self.spec.heads
-        k, v, rates, rest = tokens.split([width, width, 3 * heads, tokens.shape[-1] - 2 * width - 3 * heads], -1)
-        values = F.silu(v).unflatten(-1, (heads, -1)).transpose(1, 2)
-        rates = (rates * real[..., None]).unflatten(-1, (3, heads)).permute(2, 0, 3, 1)
+        k, v, rates, momentum = (
+            tokens[..., first:end] for first, end in pairwise((0, width, 2 * width, 2 * width + 3 * heads, 2 * width + 4 * heads))
+        )
+        values = in_heads(F.silu(v), heads).transpose(1, 2)
+        rates = in_heads(rates * real[..., None], 3).permute(2, 0, 3, 1)
         step = ascent(self._fast(k, 1), values, state.weights, rates=rates)
         if self.spec.momentum:
-            mean = (rest[..., :heads] * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
+            mean = (momentum * real[..., None]).sum(1) / real.sum(1, keepdim=True).clamp(min=1)
             step = step + mean[:, None, :, None, None] * state.steps[0]
         weights = rescaled(state.weights + (orthogonal(step) if self.spec.muon else step), _wide(self.fast))
         kept = full[:, None, None, None, None]
@@ -207,7 +211,7 @@ class LaCT(nn.Module):
 
     def _fast(self, x: Float[Tensor, "B T D"], which: int) -> Float[Tensor, "B H T K"]:
         """Queries (0) or keys (1) as the fast networks take them: of length 1."""
-        x = F.silu(x * _wide(self.stretch[which]) + _wide(self.offset[which])).unflatten(-1, (self.spec.heads, -1)).transpose(1, 2)
+        x = in_heads(F.silu(x * _wide(self.stretch[which]) + _wide(self.offset[which])), self.spec.heads).transpose(1, 2)
         return x / (x.norm(dim=-1, keepdim=True) + NEAR_ZERO)
 
 

@@ -9,7 +9,7 @@ Source: Gu and Dao 2023, arXiv:2312.00752, section 3; names and shapes of weight
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -98,7 +98,7 @@ class Mamba(nn.Module):
         return MambaState(recent, recent.new_zeros(batch, self.spec.inner, self.spec.memory))
 
     def forward(
-        self, x: Float[Tensor, "B T D"], state: MambaState | None = None, mask: Bool[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T D"], state: MambaState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T E"], MambaState]:
         """What every token reads, and the state after the last one.
 

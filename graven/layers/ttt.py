@@ -17,7 +17,7 @@ same input.
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import Convolution, at_least_one, entered, in_order
+from graven.layers.base import Convolution, at_least_one, entered, in_heads, in_order
 from graven.layers.decoder import EPSILON, angles
 from graven.ops.pointwise import rotate
 from graven.shapes import check
@@ -137,7 +137,7 @@ class TTT(nn.Module):
         return TTTState(weight, bias, torch.zeros_like(weight), torch.zeros_like(bias), weight.new_zeros(batch), recent)
 
     def forward(
-        self, x: Float[Tensor, "B T D"], state: TTTState | None = None, mask: Bool[Tensor, "B T"] | None = None
+        self, x: Float[Tensor, "B T D"], state: TTTState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
     ) -> tuple[Float[Tensor, "B T D"], TTTState]:
         """What every token reads, and the state after the last one; padding is the identity on every part of the state.
 
@@ -159,8 +159,8 @@ class TTT(nn.Module):
         columns = torch.arange(-(-(length + int(place.max())) // self.spec.batch) * self.spec.batch, device=x.device)
         here = columns - place
         real = (here >= 0) & (here < (length if mask is None else mask.sum(1, keepdim=True)))
-        rows = [rows_at(part, here.clamp(0, length - 1)) for part in parts]
-        o, end = self._batches(*rows, real, state._replace(recent=recent))
+        q, k, v, rate = (rows_at(part, here.clamp(0, length - 1)) for part in parts)
+        o, end = self._batches(q, k, v, rate, real, state._replace(recent=recent))
         o = self.norm(rows_at(o, place + torch.arange(length, device=x.device)).to(x.dtype))
         return self.out(o if self.gate is None else F.gelu(self.gate(x), approximate="tanh") * o), end
 
@@ -174,15 +174,16 @@ class TTT(nn.Module):
     def _batches(self, q: Tensor, k: Tensor, v: Tensor, rate: Tensor, real: Tensor, state: TTTState) -> tuple[Tensor, TTTState]:
         """From mini-batch to mini-batch; rows of [B, T, D] with T a multiple of a mini-batch, `real` where there is a token."""
         size, heads = self.spec.batch, self.spec.heads
-        q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+        q, k, v = (in_heads(x, heads).transpose(1, 2) for x in (q, k, v))
         rate = (rate * real[..., None]).transpose(1, 2)
         rotation = angles(torch.arange(q.shape[2], device=q.device)[None] % size, q.shape[-1], q.dtype)
         q, k = rotate(q, rotation), rotate(k, rotation)
         norm = Norm(_wide(self.inner_scale), _wide(self.inner_offset))
         places = (1 / torch.arange(1, size + 1, device=q.device, dtype=q.dtype) + _wide(self.place_rate)).clamp(min=0.0)
         reads = []
-        for q_b, k_b, v_b, rate_b, real_b in zip(*(x.split(size, 2) for x in (q, k, v, rate)), real.split(size, 1), strict=True):
-            read, state = mini_batch(q_b, k_b, v_b, rate=rate_b, places=places, norm=norm, real=real_b, state=state)
+        for at in range(0, q.shape[2], size):
+            q_b, k_b, v_b, rate_b = (x[:, :, at : at + size] for x in (q, k, v, rate))
+            read, state = mini_batch(q_b, k_b, v_b, rate=rate_b, places=places, norm=norm, real=real[:, at : at + size], state=state)
             reads.append(read)
         return torch.cat(reads, 2).transpose(1, 2).flatten(2), state
 

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from graven.errors import SpecError
 from graven.layers.base import at_least_one
 from graven.layers.decoder import angles
 from graven.lm.small import Small
@@ -37,12 +38,12 @@ class ARMTSpec:
 
     Args:
         slots: Memory tokens behind a segment, M; the same ones behind each.
-        features: Width of keys and queries before the feature map; F = 2 * order * features after it.
+        features: Width of keys and queries before the feature map, at least 2: of one number every product is 0. F = 2 * order * features after it.
         segment: Tokens of a segment; the last one of a context may be shorter.
         order: nu, products that each feature is in.
         correction: Keys that were there before do not count in the normaliser again; without it gamma is 1.
     Raises:
-        SpecError: A number is below 1.
+        SpecError: A number is below 1, or `features` below 2.
     """
 
     slots: int
@@ -53,7 +54,9 @@ class ARMTSpec:
     kind: Literal["armt"] = "armt"
 
     def __post_init__(self) -> None:
-        at_least_one(slots=self.slots, features=self.features, segment=self.segment, order=self.order)
+        at_least_one(slots=self.slots, segment=self.segment, order=self.order)
+        if self.features < 2:
+            raise SpecError(f"`features` is {self.features}; it must be at least 2: products of the parts of one number are always 0.")
 
 
 class ARMT(nn.Module):
@@ -121,6 +124,7 @@ class ARMT(nn.Module):
         rotation = angles(torch.arange(x.shape[1], device=x.device)[None], decoder.spec.width // decoder.spec.heads, x.dtype)
         fresh, ends = (state[1] == 0).all(-1), []
         for layer, (block, association) in enumerate(zip(decoder.blocks, self.associations, strict=True)):
+            assert isinstance(association, Association)
             matrix, normaliser = (part[:, layer] for part in state)
             x = x + recall(association.query(x), matrix, normaliser)
             x, _ = block(x, rotation, None)

@@ -269,6 +269,10 @@ class GradMem(nn.Module):
         )  # fmt: skip
         return state
 
+    def reconstruction(self, state: Float[Tensor, "B M D"], context: Prepared) -> Float[Tensor, "B"]:
+        """The loss that a write descends, of each row; differentiable twice in everything."""
+        return (self._reconstruct(state, context)[0] * context.weight).sum(-1)
+
     def _reconstruct(self, state: Float[Tensor, "B M D"], context: Prepared) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
         logits = self._predictions(state, context)
         ids, mask = context.tokens.ids, context.tokens.mask
@@ -279,7 +283,7 @@ class GradMem(nn.Module):
         hidden = self._hidden(state, context.embedded[:, :-1], control=self.write_control)
         return self._write_logits(hidden[:, : context.tokens.ids.shape[1]])
 
-    def _curvature(self, state: Float[Tensor, "B M D"], context: Prepared) -> Product:
+    def curvature(self, state: Float[Tensor, "B M D"], context: Prepared) -> Product:
         """Products with the Gauss-Newton matrix of the loss at a state, all of it constant: J v is the derivative of J^T u in u."""
         with torch.enable_grad():
             here = state.detach().requires_grad_()
@@ -325,7 +329,7 @@ class GradMem(nn.Module):
     def _update(self, state: Tensor, gradient: Tensor, moments: Moments | None, taken: int, context: Prepared | None) -> tuple[Tensor, Moments]:
         rule = self.spec.rule
         moments = Moments(rule.carried(state), 0) if moments is None else moments
-        curvature = self._curvature(state, context) if context is not None and isinstance(rule, GaussNewton) else None
+        curvature = self.curvature(state, context) if context is not None and isinstance(rule, GaussNewton) else None
         learned = {name: self.get_parameter(name) for name in self._learned}
         at = At(learned, moments.count, beyond=max(0, taken + 1 - self.spec.steps), curvature=curvature)
         change, parts = rule.change(gradient, moments.parts, at)

@@ -116,11 +116,10 @@ class Prefix(nn.Module):
         def loss(variables: Tensors, inputs: Tensors) -> Tensor:
             return self._losses((variables[0], variables[1]), *inputs)
 
-        state, _ = descend(
-            state, loss, self._update, steps=steps, parameters=list(self.parameters()),
-            inputs=(self.model.embed(tokens), weight, tokens.ids), second=0 if self.spec.order == "first" else None, keep=self.spec.keep,
-        )  # type: ignore[assignment]  # two tensors, as many as went in  # fmt: skip
-        return state
+        second = 0 if self.spec.order == "first" else None
+        inputs, leaves = (self.model.embed(tokens), weight, tokens.ids), list(self.parameters())
+        (keys, values), _ = descend(state, loss, self._update, steps=steps, parameters=leaves, inputs=inputs, second=second, keep=self.spec.keep)
+        return keys, values
 
     def read(self, state: KeysValues, query: Tokens) -> Float[Tensor, "B T A"]:
         """Logits of the next token after none, one, two ... columns of the query.

@@ -12,7 +12,7 @@ in the place of attention; a Mamba is that of Hugging Face transformers (`lm.sta
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,6 +56,7 @@ class RecurrentSpec:
     kind: Literal["recurrent"] = "recurrent"
 
 
+@runtime_checkable  # for the shape checks of the tests
 class Body(Protocol):
     """The language model without its state."""
 

@@ -1,0 +1,226 @@
+"""Every memory on one small model and one task, by the same training: what `gradmem_table1.py` and `gradmem_state_matched.py` share.
+
+Two layers, width 32, four heads, a convolution over two token embeddings that the paper's model does not have; keys and values of one letter of
+sixteen; every key is asked of every memory. Memories get equal compute: the CPU time of so many training steps of GradMem K = 2. How many of its own
+steps that is was measured once, step about step with GradMem's on one machine, and stands in rows/gradmem_bench.jsonl: a seed gives the same steps
+anywhere.
+
+    python experiments/gradmem_bench.py       measure what has no row yet: CPU time of a training step over that of GradMem K = 2
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from graven.cost import cost_of
+from graven.layers.decoder import DecoderSpec
+from graven.layers.delta_net import DeltaNetSpec
+from graven.layers.gated_linear import GatedLinearAttentionSpec
+from graven.layers.lact import LaCTSpec
+from graven.layers.mamba import MambaSpec
+from graven.layers.mamba2 import Mamba2Spec
+from graven.layers.ttt import TTTSpec
+from graven.measure import exact_match, read_episode
+from graven.memory.associative import ARMTSpec
+from graven.memory.base import Trainable, written
+from graven.memory.cache import CacheSpec
+from graven.memory.forward import RMTSpec
+from graven.memory.gradient import GradMemSpec
+from graven.memory.kinds import MemorySpec, make, takes_steps
+from graven.memory.prefix import PrefixSpec
+from graven.memory.recurrent import Mixer, RecurrentSpec
+from graven.report import read_lines, write_lines
+from graven.tasks.retrieval import Retrieval
+
+HERE = Path(__file__).parent
+FIGURES, ROWS = HERE.parent / "docs" / "figures", HERE / "rows"
+TASK = Retrieval(key_length=1, value_length=1, symbols=16)
+WIDTH, BATCH, WARM_UP, LAST_RATE, CLIP = 32, 32, 20, 0.05, 1.0
+CONTEXTS = 200
+COSTS = ROWS / "gradmem_bench.jsonl"
+# pairs, and training steps of GradMem K = 2; after each stage but the first the memory is measured
+STAGES = {"small": ((2, 20), (4, 120)), "medium": ((2, 20), (4, 100), (8, 160))}
+COST_PAIRS = 4  # at which costs are measured
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One memory of the bench.
+
+    Args:
+        spec: What to build.
+        rate: Of AdamW.
+        model: Fields of the model that are other ones.
+        times: So much more compute than the others: to tell slower from unable.
+    """
+
+    spec: MemorySpec
+    rate: float = 3e-3
+    model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    times: float = 1.0
+
+    @property
+    def sizes(self) -> DecoderSpec:
+        """The model."""
+        shape = {"width": WIDTH, "layers": 2, "heads": 4, "key_value_heads": 4, "hidden": 64, "convolution": 2, "embedding_std": 1.0}
+        return DecoderSpec(**{"vocabulary": TASK.vocabulary, **shape, **self.model})
+
+
+def gradmem(steps: int, *, slots: int = 4, **settings: Any) -> GradMemSpec:
+    return GradMemSpec(slots=slots, steps=steps, write_head=True, start=0.02, keep=8, **settings)
+
+
+def recurrent(mixer: Mixer, **settings: Any) -> Entry:
+    return Entry(spec=RecurrentSpec(mixer=mixer), **settings)
+
+
+# at or near 512 bytes of state, the window of the embeddings' convolution (128 bytes) included, where a memory can be that small
+MEMORIES: dict[str, Entry] = {
+    "KV cache": Entry(spec=CacheSpec()),
+    "GradMem K=1": Entry(spec=gradmem(1)),
+    "GradMem K=2": Entry(spec=gradmem(2)),
+    "first order K=1": Entry(spec=gradmem(1, order="first")),
+    "first order K=2": Entry(spec=gradmem(2, order="first")),
+    "RMT": Entry(spec=RMTSpec(slots=4)),
+    "RMT, 4 times the compute": Entry(spec=RMTSpec(slots=4), times=4.0),
+    "RMT, 2 writes": Entry(spec=RMTSpec(slots=4, steps=2)),
+    "ARMT": Entry(spec=ARMTSpec(slots=4, features=1, order=1, segment=8)),
+    "prefix K=2": Entry(spec=PrefixSpec(slots=1, steps=2, write_head=True, keep=8)),
+    "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=4, value_width=4, convolution=1)),
+    "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, heads=4, key_value_heads=4, key_width=4, value_width=4)),
+    "Mamba": recurrent(
+        MambaSpec(width=WIDTH, inner=32, memory=1, step_rank=2, convolution=2), model={"heads": 1, "key_value_heads": 1, "hidden": 32}
+    ),
+    "Mamba-2": recurrent(Mamba2Spec(width=WIDTH, inner=32, heads=4, groups=1, memory=2, convolution=1), model={"key_value_heads": 1, "hidden": 32}),
+    "TTT-Linear": recurrent(TTTSpec(width=WIDTH, heads=8, batch=4, convolution=0), model={"heads": 8, "key_value_heads": 8}),
+    "LaCT": recurrent(
+        LaCTSpec(width=WIDTH, heads=8, hidden=4, chunk=4, window=4, momentum=False, rate=0.1), model={"heads": 8, "key_value_heads": 8}
+    ),
+}
+
+
+def new(entry: Entry, seed: int) -> Trainable[Any]:
+    """Before training."""
+    torch.manual_seed(seed)
+    return make(entry.sizes, entry.spec, name="bench", seed=seed)
+
+
+def step(memory: Trainable[Any], optimizer: torch.optim.Optimizer, *, pairs: int, steps: int | None, generator: torch.Generator) -> float:
+    """One step of training; its loss."""
+    episode = TASK.sample(BATCH, pairs=pairs, generator=generator)
+    state = written(memory, memory.start(BATCH), episode.context, steps=steps)
+    loss = F.cross_entropy(read_episode(memory, state, episode).flatten(0, 2), episode.target.ids.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    if math.isfinite(float(torch.nn.utils.clip_grad_norm_(memory.parameters(), CLIP))):
+        optimizer.step()
+    return float(loss.detach())
+
+
+def optimizer_of(memory: Trainable[Any], entry: Entry) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(memory.parameters(), lr=entry.rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def run(name: str, entry: Entry, seed: int, *, stages: Sequence[tuple[int, int]], cost: float) -> list[Row]:
+    """Train through the stages, the rate of each falling along a cosine, and measure behind every stage but the first."""
+    memory, generator = new(entry, seed), torch.Generator().manual_seed(1000 + seed)
+    optimizer, taken, began, rows = optimizer_of(memory, entry), 0, time.process_time(), list[Row]()
+    steps = entry.spec.steps if takes_steps(entry.spec) else None
+    for stage, (pairs, reference) in enumerate(stages):
+        count = max(1, round(entry.times * reference / cost))
+        for i in range(count):
+            falling = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * i / count)) / 2
+            for group in optimizer.param_groups:
+                group["lr"] = entry.rate * min(1.0, (taken + 1) / WARM_UP) * (falling if stage else 1.0)
+            step(memory, optimizer, pairs=pairs, steps=steps, generator=generator)
+            taken += 1
+        if stage:
+            spent = round(time.process_time() - began, 1)
+            rows.append({"memory": name, "pairs": pairs, "seed": seed, **measured(memory, entry, pairs=pairs), "steps": taken, "cpu_seconds": spent})
+    about = {"reference": [list(stage) for stage in stages], "cost": cost, "entry": dataclasses.asdict(entry), "torch": str(torch.__version__)}
+    return [row | {"spec": about} for row in rows]
+
+
+def measured(memory: Trainable[Any], entry: Entry, *, pairs: int) -> Row:
+    """Exact match on fresh contexts, with the write of training; bytes and operations of one context."""
+    steps = entry.spec.steps if takes_steps(entry.spec) else None
+    (row,) = exact_match(memory, TASK, pairs=pairs, steps=None if steps is None else [steps], contexts=CONTEXTS, seed=77)
+    cost = cost_of(memory, TASK.sample(1, pairs=pairs, generator=torch.Generator().manual_seed(0)), steps=steps)
+    return {
+        "exact_match": round(row.exact_match, 4), "standard_error": round(row.standard_error, 4), "bytes": cost.bytes,
+        "write_flops": cost.write.total, "read_flops": cost.read.total,
+    }  # fmt: skip
+
+
+def resumed(entries: Mapping[str, Entry], place: Path, *, seeds: Sequence[int], stages: Sequence[tuple[int, int]], minutes: float) -> list[Row]:
+    """Rows of every memory and seed; those that stand in `place` are passed over, and every new one is written at once.
+
+    Args:
+        minutes: CPU minutes after which no run is begun.
+    """
+    rows, costs = read_lines(place) if place.exists() else [], relative_costs(entries)
+    for seed in seeds:
+        for name, entry in entries.items():
+            if any((row["memory"], row["seed"]) == (name, seed) for row in rows):
+                continue
+            if time.process_time() > 60 * minutes:
+                return rows
+            rows += run(name, entry, seed, stages=stages, cost=costs[name])
+            write_lines(place, rows)
+            own = [row for row in rows if (row["memory"], row["seed"]) == (name, seed)]
+            print(name, seed, [(row["pairs"], row["exact_match"], row["steps"], row["cpu_seconds"]) for row in own], flush=True)
+    return rows
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation over seeds, in per cent.
+
+    >>> spread([0.5, 0.6, 0.7])
+    '60.0 +- 10.0'
+    """
+    mean = sum(values) / len(values)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else math.nan
+    return f"{100 * mean:.1f} +- {100 * deviation:.1f}"
+
+
+def relative_costs(entries: Mapping[str, Entry], *, rounds: int = 5) -> dict[str, float]:
+    """Median CPU time of a training step of each memory over that of GradMem K = 2 right before it; measured where there is no row of it."""
+    rows = read_lines(COSTS) if COSTS.exists() else []
+    known = {row["memory"]: row["cost"] for row in rows}
+    if missing := {name: entry for name, entry in entries.items() if name not in known}:
+        reference = stepper(MEMORIES["GradMem K=2"])
+        for name, entry in missing.items():
+            own = stepper(entry)
+            ratios = sorted(own() / reference() for _ in range(rounds))
+            rows.append({"memory": name, "pairs": COST_PAIRS, "cost": round(ratios[rounds // 2], 3), "torch": str(torch.__version__)})
+        write_lines(COSTS, rows)
+    return {row["memory"]: row["cost"] for row in rows}
+
+
+def stepper(entry: Entry) -> Callable[[], float]:
+    """Takes one training step at each call, and gives its CPU seconds; the first is behind it."""
+    memory, generator = new(entry, 0), torch.Generator().manual_seed(0)
+    optimizer, steps = optimizer_of(memory, entry), entry.spec.steps if takes_steps(entry.spec) else None
+
+    def once() -> float:
+        began = time.process_time()
+        step(memory, optimizer, pairs=COST_PAIRS, steps=steps, generator=generator)
+        return time.process_time() - began
+
+    once()
+    return once
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, cost in relative_costs(MEMORIES).items():
+        print(f"{name:28} {cost:.2f}")

@@ -1,0 +1,84 @@
+"""Exact match against the number of memory vectors and of write steps.                                arXiv:2603.13875v2, appendix F
+
+Claim    More vectors help, more steps help, and steps can stand in for vectors.
+Differs  The cell of gradmem_cell.py: four pairs of one letter of sixteen, width 32, one training length for all. The appendix is not in our copy,
+         so there are no numbers of the paper to compare with.
+Cost     --scale small: 1 min on one CPU core.  --scale full: 10 min, resumable; --seed splits it.   (measured)
+
+    python experiments/gradmem_memory.py                    train briefly and print
+    python experiments/gradmem_memory.py --scale full       train; what has its rows already is passed over
+    python experiments/gradmem_memory.py --report           table, figure and verdict from the rows
+"""
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+from gradmem_cell import FIGURES, HERE, PLAIN, Cell, Row, exact, options, run, spread
+
+from graven.report import figure, read_lines
+
+SLOTS, STEPS = (1, 2, 4, 8), (1, 2, 3)
+CELLS = {f"{slots} vectors, K = {k}": Cell(memory=dataclasses.replace(PLAIN, slots=slots, steps=k)) for slots in SLOTS for k in STEPS}
+
+
+def mean(rows: list[Row], slots: int, steps: int) -> float:
+    """Over seeds, at the steps of training."""
+    values = exact(rows, f"{slots} vectors, K = {steps}", steps)
+    return sum(values) / len(values)
+
+
+def report(rows: list[Row]) -> str:
+    """Mean, lowest and highest of the seeds, per cent."""
+    lines = ["| vectors | bytes | " + " | ".join(f"K = {k}" for k in STEPS) + " |", "|---|---|" + "---|" * len(STEPS)]
+    for slots in SLOTS:
+        cells = " | ".join(spread(exact(rows, f"{slots} vectors, K = {k}", k)) for k in STEPS)
+        lines.append(f"| {slots} | {128 * slots} | {cells} |")
+    return "\n".join(lines)
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """What was claimed, from the rows; five points are about the spread of seeds."""
+    by_slots = min(mean(rows, 4, k) - mean(rows, 1, k) for k in STEPS)
+    by_steps = min(mean(rows, slots, 3) - mean(rows, slots, 1) for slots in SLOTS)
+    stands_in = mean(rows, 1, 3) - mean(rows, 4, 1)
+    return [
+        f"{'holds' if by_slots > 0.05 else 'FAILS'}   four vectors for one gain at least 5 points at every K: {100 * by_slots:+.1f}",
+        f"{'holds' if by_steps > 0.05 else 'FAILS'}   three steps for one gain at least 5 points at every number of vectors: {100 * by_steps:+.1f}",
+        f"{'holds' if stands_in > -0.05 else 'FAILS'}   one vector, three steps within 5 points of four vectors, one step: {100 * stands_in:+.1f}",
+    ]
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """One curve a number of steps."""
+    with figure(path, width=5.5, height=3.6) as (axes,):
+        for k in STEPS:
+            axes.plot(SLOTS, [100 * mean(rows, slots, k) for slots in SLOTS], "o-", label=f"K = {k}")
+            for slots in SLOTS:
+                values = exact(rows, f"{slots} vectors, K = {k}", k)
+                axes.plot([slots] * len(values), [100 * value for value in values], "k.", ms=2)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(SLOTS, [str(slots) for slots in SLOTS])
+        axes.set(xlabel="memory vectors of width 32", ylabel="exact match, %", ylim=(0, 101), title="Four pairs, one training length")
+        axes.legend(frameon=False)
+
+
+def main() -> int:
+    """Measure or report."""
+    arguments = options()
+    place = HERE / "rows" / "gradmem_memory.jsonl"
+    if arguments.report:
+        rows = read_lines(place)
+        draw(rows, FIGURES / "gradmem_memory.png")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            target = place if arguments.scale == "full" else Path(folder) / "rows.jsonl"
+            rows = run(CELLS, target, seeds=arguments.seed, scale=arguments.scale)
+    if all(exact(rows, name, 0) for name in CELLS):
+        print(report(rows) + "\n\n" + "\n".join(verdict(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

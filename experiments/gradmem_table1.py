@@ -1,0 +1,218 @@
+"""Exact match of every memory by pairs and by bytes, at equal compute.                                       arXiv:2603.13875v2, table 1
+
+Claim    At the same bytes a memory that is written by gradient steps through which training sees holds more pairs than one written by forward
+         passes; repeated forward writes add little; without the second derivative hardly anything is learned. The KV cache is the upper bound.
+Differs  --scale small is the model of gradmem_bench.py: two layers instead of four, width 32, four vectors, one-letter keys and values, and a
+         convolution on the embeddings. Compute is the CPU time of 140 training steps of GradMem K = 2 for every memory (`steps` and `cpu_seconds`
+         are in each row), 280 with eight pairs at --scale medium; RMT has a second row with four times as much. --scale paper is the paper's
+         model, task and grid, without a convolution; every memory takes the same number of training steps there.
+Cost     --scale small: COST_SMALL.  --scale medium: about three times that.  --scale paper: see `--estimate`; COST_PAPER.
+
+    python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
+    python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --train-steps 200     go on with one cell for so many steps
+    python experiments/gradmem_table1.py --scale paper --estimate         CPU hours of each cell of the paper's grid, from three steps
+    python experiments/gradmem_table1.py --report                         tables, figure and verdict from the rows
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gradmem_bench import FIGURES, MEMORIES, ROWS, STAGES, Row, gradmem, resumed, spread
+
+from graven.cost import cost_of
+from graven.layers.decoder import DecoderSpec
+from graven.layers.mamba import MambaSpec
+from graven.measure import exact_match
+from graven.memory.associative import ARMTSpec
+from graven.memory.cache import CacheSpec
+from graven.memory.forward import RMTSpec
+from graven.memory.kinds import MemorySpec, takes_steps
+from graven.memory.recurrent import RecurrentSpec
+from graven.memory.rules import SGD
+from graven.report import figure, read_lines, table, write_lines
+from graven.tasks.retrieval import Retrieval
+from graven.train import Optimizer, Stage, TrainSpec, load_trained, longest, train
+
+SEEDS = (0, 1, 2)
+PLACES = {scale: ROWS / f"gradmem_table1_{scale}.jsonl" for scale in (*STAGES, "paper")}
+RUNS = Path("runs") / "gradmem_table1"
+GRID = (4, 8, 16, 32, 64, 96)
+# per cent by pairs; the paper's table 1, means of three runs
+PAPER = {
+    "KV cache": (100, 100, 99.8, 99.8, 96.5, 98.8), "Mamba": (99.9, 98.9, 98.7, 90.2, 95.2, 92.2), "ARMT": (99.0, 98.5, 97.4, 54.9, 22.6, 15.2),
+    "RMT": (100, 100, 45.5, 44.3, 19.3, 12.9), "GradMem K=1": (100, 99.7, 96.3, 86.9, 58.6, 32.6), "GradMem K=2": (100, 100, 99.6, 98.3, 72.8, 34.2),
+    "GradMem K=5": (100, 100, 100, 99.9, 99.1, 88.4),
+}  # fmt: skip
+# rates of the authors' code, by pairs
+ALPHA = {4: 0.04, 8: 0.04, 16: 0.04, 32: 0.12, 64: 0.08, 96: 0.08}
+
+
+def large(name: str, pairs: int) -> MemorySpec:
+    """A memory of the paper's table."""
+    if name.startswith("GradMem"):
+        return dataclasses.replace(gradmem(int(name[-1]), slots=8, rule=SGD(rate=ALPHA[pairs])), start=1.0)
+    return {
+        "KV cache": CacheSpec(), "RMT": RMTSpec(slots=8), "ARMT": ARMTSpec(slots=8, features=32, segment=7),
+        "Mamba": RecurrentSpec(mixer=MambaSpec(width=128, inner=256, memory=16, step_rank=8)),
+    }[name]  # fmt: skip
+
+
+def paper_spec(name: str, pairs: int, seed: int, *, steps: int) -> TrainSpec:
+    """The paper's model and training, with its curriculum from the smallest number of pairs on."""
+    memory, task = large(name, pairs), Retrieval()
+    heads = {"heads": 1, "key_value_heads": 1, "hidden": 256} if name == "Mamba" else {"heads": 4, "key_value_heads": 4, "hidden": 344}
+    taken = (memory.steps,) if takes_steps(memory) else ()  # type: ignore[union-attr]  # those that take steps have the field
+    ladder = [size for size in GRID if size <= pairs]
+    stages = tuple(
+        Stage(pairs=(size,), steps=taken, at_most=steps if size == pairs else steps // 4, until=0.98 if size < pairs else 2.0) for size in ladder
+    )
+    return TrainSpec(
+        seed=seed, task=task, model=DecoderSpec(vocabulary=task.vocabulary, width=128, layers=4, **heads), memory=memory,
+        optimizer=Optimizer(rate=1e-4, batch=64, micro_batch=8, warm_up=10_000), stage=stages, checkpoint_every=50,
+    )  # fmt: skip
+
+
+def paper_cell(name: str, pairs: int, seed: int, *, steps: int, stop_after: int) -> list[Row]:
+    """Go on with one cell; its row once its training is over."""
+    folder = RUNS / f"{name.replace(' ', '_')}_{pairs}_{seed}"
+    spec = paper_spec(name, pairs, seed, steps=steps)
+    if not (folder / "model.json").exists() and train(spec, folder, resume=folder.exists(), stop_after=stop_after) is None:
+        return []
+    trained = load_trained(folder, name=name)
+    taken = [trained.spec.memory.steps] if takes_steps(trained.spec.memory) else None  # type: ignore[union-attr]  # as above
+    (row,) = exact_match(trained.memory, spec.task, pairs=pairs, steps=taken, contexts=200, seed=77)
+    cost = cost_of(trained.memory, spec.task.sample(1, pairs=pairs, generator=torch.Generator().manual_seed(0)), steps=taken[0] if taken else None)
+    about = trained.about["trained"]
+    return [{
+        "memory": name, "pairs": pairs, "seed": seed, "exact_match": row.exact_match, "standard_error": row.standard_error, "bytes": cost.bytes,
+        "write_flops": cost.write.total, "read_flops": cost.read.total, "steps": about["steps"], "cpu_seconds": about["cpu_seconds"],
+        "spec": trained.about["spec"], "torch": about["torch"],
+    }]  # fmt: skip
+
+
+def estimates(*, steps: int) -> list[Row]:
+    """CPU hours of a cell at most, from three steps at its number of pairs."""
+    rows = []
+    for name in PAPER:
+        for pairs in GRID:
+            spec = paper_spec(name, pairs, 0, steps=steps)
+            began = dataclasses.replace(spec, stage=spec.stage[-1:])
+            place = RUNS / "estimates" / f"{name}_{pairs}_{time.time_ns()}"
+            curve: list[dict[str, Any]] = []
+            train(began, place, stop_after=3, report=curve.append)
+            rows.append({"memory": name, "pairs": pairs, "hours": curve[-1]["cpu_seconds"] / 3 * longest(spec) / 3600})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def means(rows: list[Row]) -> dict[tuple[str, int], list[float]]:
+    """Exact match of every seed, by memory and pairs."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["memory"], row["pairs"]), []).append(row["exact_match"])
+    return found
+
+
+ABOVE = (  # better, worse, by at least so much
+    ("GradMem K=2", "GradMem K=1", 0.0), ("GradMem K=1", "RMT", 0.1), ("GradMem K=2", "RMT, 4 times the compute", 0.1),
+    ("GradMem K=1", "first order K=1", 0.3), ("GradMem K=2", "first order K=2", 0.3),
+)  # fmt: skip
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """The claims, for each number of pairs, on means over seeds."""
+    found = {key: sum(values) / len(values) for key, values in means(rows).items()}
+    gates = []
+    for pairs in sorted({pairs for _, pairs in found}):
+        at = {memory: 100 * value for (memory, size), value in found.items() if size == pairs}
+        for better, worse, least in ABOVE:
+            if better in at and worse in at:
+                text = f"{pairs} pairs: {better} over {worse} by {100 * least:.0f} points: {at[better]:.1f} against {at[worse]:.1f}"
+                gates.append((at[better] - at[worse] > 100 * least, text))
+        if "RMT, 2 writes" in at and "RMT" in at:
+            gain = at["RMT, 2 writes"] - at["RMT"]
+            gates.append((gain < 10, f"{pairs} pairs: a second forward write adds less than 10 points: {gain:+.1f}"))
+        if "KV cache" in at:
+            best, name = max((value, memory) for memory, value in at.items() if memory != "KV cache")
+            gates.append((at["KV cache"] >= best, f"{pairs} pairs: nothing is above the KV cache, {at['KV cache']:.1f}: {name}, {best:.1f}"))
+    return [f"{'holds' if good else 'FAILS'}   {text}" for good, text in gates]
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Exact match against bytes, one mark a memory, one panel a number of pairs; every seed a small dot."""
+    sizes, names = sorted({row["pairs"] for row in rows}), list(dict.fromkeys(row["memory"] for row in rows))
+    with figure(path, width=5.6 * len(sizes), height=4.2, columns=len(sizes)) as panels:
+        for axes, pairs in zip(panels, sizes, strict=True):
+            for number, name in enumerate(names):
+                own = [row for row in rows if row["memory"] == name and row["pairs"] == pairs]
+                if own:
+                    mean, colour = sum(row["exact_match"] for row in own) / len(own), f"C{number % 10}"
+                    axes.plot([row["bytes"] for row in own], [100 * row["exact_match"] for row in own], ".", ms=3, color=colour)
+                    axes.plot(
+                        own[0]["bytes"], 100 * mean, "os^Dv<>PX*"[number % 10], ms=7, color=colour, mfc="none" if number > 9 else colour, label=name
+                    )
+            axes.set(title=f"{pairs} pairs", xlabel="bytes of state", ylabel="exact match, %", xscale="log", ylim=(0, 103))
+        panels[-1].legend(frameon=False, fontsize=7, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def report(rows: list[Row], title: str) -> None:
+    """A table of means and spreads, and one of the compute that they took."""
+    cells = [{"memory": memory, "pairs": pairs, "value": spread(values)} for (memory, pairs), values in means(rows).items()]
+    print(f"{title}: exact match, % (mean and deviation of seeds)\n{table(cells, row='memory', column='pairs', value=lambda cell: cell['value'])}\n")
+    facts = []
+    for memory in dict.fromkeys(row["memory"] for row in rows):
+        own = max((row for row in rows if row["memory"] == memory), key=lambda row: row["pairs"])
+        facts += [
+            {"memory": memory, "fact": fact, "value": f"{own[fact]:,}"} for fact in ("bytes", "write_flops", "read_flops", "steps", "cpu_seconds")
+        ]
+    print(f"at the most pairs, first seed\n{table(facts, row='memory', column='fact', value=lambda cell: cell['value'])}\n")
+
+
+def main() -> int:
+    """Measure or report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scale", choices=PLACES, default="small")
+    parser.add_argument("--seed", type=int, nargs="+", default=SEEDS)
+    parser.add_argument("--memory", nargs="+")
+    parser.add_argument("--pairs", type=int, nargs="+", choices=GRID, default=GRID)
+    parser.add_argument("--train-steps", type=int, default=10**6, help="training steps of this call, for each cell of the paper's grid")
+    parser.add_argument("--most", type=int, default=100_000, help="training steps of a cell of the paper's grid, its curriculum apart")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
+    parser.add_argument("--estimate", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.estimate:
+        cells = estimates(steps=arguments.most)
+        print(table(cells, row="memory", column="pairs", value=lambda cell: f"{cell['hours']:.0f}"))
+        return 0
+    if arguments.scale == "paper" and not arguments.report:
+        rows = read_lines(PLACES["paper"]) if PLACES["paper"].exists() else []
+        for name in arguments.memory or PAPER:
+            for pairs in arguments.pairs:
+                for seed in arguments.seed:
+                    if not any((row["memory"], row["pairs"], row["seed"]) == (name, pairs, seed) for row in rows):
+                        rows += paper_cell(name, pairs, seed, steps=arguments.most, stop_after=arguments.train_steps)
+                        write_lines(PLACES["paper"], rows)
+        return 0
+    if not arguments.report:
+        chosen = {name: MEMORIES[name] for name in arguments.memory or MEMORIES}
+        place, stages = PLACES[arguments.scale], STAGES[arguments.scale]
+        found = {arguments.scale: resumed(chosen, place, seeds=arguments.seed, stages=stages, minutes=arguments.minutes)}
+    else:
+        found = {scale: read_lines(place) for scale, place in PLACES.items() if place.exists()}
+        draw([row for scale in STAGES for row in found.get(scale, []) if row["pairs"] == STAGES[scale][-1][0]], FIGURES / "gradmem_table1.png")
+    for scale, rows in found.items():
+        report(rows, scale)
+        print("\n".join(verdict(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -85,6 +85,7 @@ class Optimizer:
             raise SpecError(f"`batch` is {self.batch} and `micro_batch` is {self.micro_batch}; the first must be a multiple of the second.")
 
 
+@runtime_checkable  # for the shape checks of the tests
 class RunSpec(Protocol):
     """What the loop reads of a spec; the spec is a frozen dataclass."""
 

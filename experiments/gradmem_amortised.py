@@ -11,7 +11,7 @@ Cost     3 CPU minutes for everything that is committed; the `records` part alon
     python experiments/gradmem_amortised.py --report            table, figure and verdict from the rows
 
 Four ways to answer n queries: a memory, W + n R; a memory whose own keys and values are kept after the first read, W + n K; the whole context in
-front of every query, n F; a cached context, C + n S. The memory pays from n = W / (F - K) queries on, and against the cache from n = (W - C) / (S - K).
+front of every query, n F; a cached context, C + n S. The memory pays from n = W / (F - K) queries on, against the cache from (W - C) / (S - K).
 """
 
 import argparse

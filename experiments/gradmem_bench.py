@@ -93,7 +93,7 @@ MEMORIES: dict[str, Entry] = {
     "RMT": Entry(spec=RMTSpec(slots=4)),
     "RMT, 4 times the compute": Entry(spec=RMTSpec(slots=4), times=4.0),
     "RMT, 2 writes": Entry(spec=RMTSpec(slots=4, steps=2)),
-    "ARMT": Entry(spec=ARMTSpec(slots=4, features=1, order=1, segment=8)),
+    "ARMT": Entry(spec=ARMTSpec(slots=4, features=2, order=1, segment=5)),
     "prefix K=2": Entry(spec=PrefixSpec(slots=1, steps=2, write_head=True, keep=8)),
     "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=4, value_width=4, convolution=1)),
     "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, heads=4, key_value_heads=4, key_width=4, value_width=4)),

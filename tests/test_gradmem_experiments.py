@@ -96,9 +96,11 @@ def test_the_losses_of_keys_values_and_marks_make_up_that_of_the_write(cell, gen
     assert first["write_loss"] == pytest.approx((first["key_loss"] + first["value_loss"] + 3 * first["mark_loss"]) / 5, rel=SINGLE)
 
 
-def test_figure_4_holds_on_its_committed_rows(module, tmp_path):
-    experiment = module("gradmem_figure4")
-    rows = experiment.read_lines(EXPERIMENTS / "rows" / "gradmem_figure4.jsonl")
-    assert [line.split()[0] for line in experiment.verdict(rows)] == ["holds"] * 3
-    experiment.draw(rows, [], tmp_path / "f.png")
+@pytest.mark.parametrize(("name", "holds"), [("gradmem_figure4", 3), ("gradmem_capacity", 2)])
+def test_what_the_committed_rows_of_the_records_checkpoint_hold(name, holds, module, tmp_path):
+    experiment = module(name)
+    rows = experiment.read_lines(EXPERIMENTS / "rows" / f"{name}.jsonl")
+    lines = experiment.verdict(rows)
+    assert [line.split()[0] for line in lines[:holds]] == ["holds"] * holds
+    experiment.draw(*([rows, []] if name == "gradmem_figure4" else [rows]), tmp_path / "f.png")
     assert (tmp_path / "f.png").exists()

@@ -20,7 +20,7 @@ from graven.ops.attention import attention
 from graven.ops.pointwise import rms_norm, rotate, swiglu
 
 EPSILON = 1e-6  # under the root of a norm
-Cache = tuple[Float[Tensor, "B G S K"], Float[Tensor, "B G S K"]]  # rotated keys and values of one layer
+Cache = tuple[Float[Tensor, "B G _ K"], Float[Tensor, "B G _ K"]]  # rotated keys and values of one layer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What every memory can do, and nothing else about it."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, Self, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -63,7 +63,7 @@ class Trainable(Memory[S], Protocol[S]):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
-    def eval(self) -> Self: ...
+    def eval(self) -> "Trainable[S]": ...
 
 
 @runtime_checkable

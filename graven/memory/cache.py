@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from graven.layers.decoder import Cache
 from graven.lm.small import Small
 from graven.memory.base import rows_seen, wide
 from graven.shapes import check
 from graven.tasks.base import Tokens, front, rows_at
 
-Layer = tuple[Float[Tensor, "B G T K"], Float[Tensor, "B G T K"]]
 # window of the convolution [B W D], last hidden state [B D], columns [B], keys and values of each layer; zeros behind the columns of a row
-CacheState = tuple[Float[Tensor, "B W D"], Float[Tensor, "B D"], Int[Tensor, "B"], tuple[Layer, ...]]
+CacheState = tuple[Float[Tensor, "B W D"], Float[Tensor, "B D"], Int[Tensor, "B"], tuple[Cache, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class KVCache(nn.Module):
         hidden, *_ = self._run(state, query)
         return self.model.logits(rows_seen(torch.cat([state[1][:, None], hidden], 1), query))
 
-    def _run(self, state: CacheState, tokens: Tokens) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W D"], list[Layer], Tokens]:
+    def _run(self, state: CacheState, tokens: Tokens) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B W D"], list[Cache], Tokens]:
         """Tokens behind a cache: hidden states, the new window, keys and values of old and new columns, and the tokens with padding behind."""
         window, _, columns, layers = state
         check(window=(window, f"B W {self.model.width}"), tokens=(tokens.ids, "B T"))
@@ -92,13 +92,13 @@ def _columns(count: Int[Tensor, "B"], most: int) -> Bool[Tensor, "B T"]:
     return torch.arange(most, device=count.device) < count[:, None]
 
 
-def _behind(seen: Bool[Tensor, "B S"], length: int) -> Bool[Tensor, "B T S"]:
+def _behind(seen: Bool[Tensor, "B S"], length: int) -> Bool[Tensor, "B T _"]:
     """What columns behind others see: of those what `seen` says, of themselves what came before."""
     own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
     return torch.cat([seen[:, None].expand(-1, length, -1), own.expand(len(seen), -1, -1)], 2)
 
 
-def _packed(x: Float[Tensor, "B G T K"], kept: Bool[Tensor, "B T"]) -> Float[Tensor, "B G T K"]:
+def _packed(x: Float[Tensor, "B G T K"], kept: Bool[Tensor, "B T"]) -> Float[Tensor, "B G _ K"]:
     """The kept columns of each row in front, zeros behind them, no wider than the longest row."""
     longest = int(kept.sum(-1).max()) if kept.numel() else 0
     order = front(kept)[:, :longest]

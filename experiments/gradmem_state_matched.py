@@ -1,0 +1,135 @@
+"""Every memory with the same bytes of state, at two sizes and at equal compute.                          arXiv:2603.13875v2, appendix G and H
+
+Claim    At equal bytes and equal training compute GradMem answers more keys than any memory that is written without a gradient of its own.
+Differs  The paper's appendices are not in our hands; the design is ours, on the model of gradmem_bench.py. A state counts whole: windows of
+         convolutions, normalisers and unfinished chunks too. TTT-Linear and LaCT carry weights, sums and a chunk and cannot be made as small as the
+         others at this width; they stand at the larger size only. The KV cache has no size of its own and is left to table 1.
+Cost     --scale small: about 10 CPU minutes a seed; resumable by --minutes.   (estimated from the rows of table 1)
+
+    python experiments/gradmem_state_matched.py [--scale medium --seed 0 --minutes 15]       measure what has no row yet
+    python experiments/gradmem_state_matched.py --report                                     table, figure and verdict from the rows
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import torch
+from gradmem_bench import FIGURES, ROWS, STAGES, WIDTH, Entry, Row, gradmem, recurrent, resumed, spread
+
+from graven.layers.delta_net import DeltaNetSpec
+from graven.layers.gated_linear import GatedLinearAttentionSpec
+from graven.layers.lact import LaCTSpec
+from graven.layers.mamba import MambaSpec
+from graven.layers.mamba2 import Mamba2Spec
+from graven.layers.ttt import TTTSpec
+from graven.memory.associative import ARMTSpec
+from graven.memory.forward import RMTSpec
+from graven.memory.prefix import PrefixSpec
+from graven.report import figure, read_lines, table
+
+PLACES = {scale: ROWS / f"gradmem_state_matched_{scale}.jsonl" for scale in STAGES}
+SLACK = 1.4  # largest over smallest state at one size: whole heads and slots fit no closer
+WRITTEN_BY_GRADIENTS = ("GradMem", "prefix")
+
+
+def matched(scale: int) -> dict[str, Entry]:
+    """Memories of about 1 kB times `scale`, 1 or 2."""
+    wide, span = {"convolution": 3}, 3  # a recurrent memory must see key and value of a pair in one token
+    entries = {
+        "GradMem K=2": Entry(spec=gradmem(2, slots=8 * scale)),
+        "RMT": Entry(spec=RMTSpec(slots=8 * scale)),
+        "ARMT": Entry(spec=ARMTSpec(slots=4, features=2 * scale, order=1, segment=5)),
+        "prefix K=2": Entry(spec=PrefixSpec(slots=2 * scale, steps=2, write_head=True, keep=8)),
+        "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=8 * scale - 2, value_width=4, convolution=1), model=wide),
+        "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, heads=4, key_value_heads=4, key_width=8 * scale - 2, value_width=4), model=wide),
+        "Mamba": recurrent(
+            MambaSpec(width=WIDTH, inner=32, memory=4 * scale - 2, step_rank=2, convolution=span),
+            model={"heads": 1, "key_value_heads": 1, "hidden": 32},
+        ),
+        "Mamba-2": recurrent(
+            Mamba2Spec(width=WIDTH, inner=32, heads=4, groups=1, memory=4 * scale - 1, convolution=1),
+            model={"key_value_heads": 1, "hidden": 32} | wide,
+        ),
+    }
+    if scale == 2:
+        eight = {"heads": 8, "key_value_heads": 8} | wide
+        entries["TTT-Linear"] = recurrent(TTTSpec(width=WIDTH, heads=8, batch=4, convolution=0), model=eight)
+        entries["LaCT"] = recurrent(LaCTSpec(width=WIDTH, heads=8, hidden=2, chunk=2, window=2, momentum=False, rate=0.1), model=eight)
+    return {f"{name}, {scale} kB": entry for name, entry in entries.items()}
+
+
+ENTRIES = matched(1) | matched(2)
+
+
+def groups(rows: list[Row]) -> dict[tuple[int, str, str], list[Row]]:
+    """Rows of every seed, by pairs, size and memory."""
+    found: dict[tuple[int, str, str], list[Row]] = {}
+    for row in rows:
+        name, size = row["memory"].rsplit(", ", 1)
+        found.setdefault((row["pairs"], size, name), []).append(row)
+    return found
+
+
+def mean(rows: list[Row]) -> float:
+    return 100 * sum(row["exact_match"] for row in rows) / len(rows)
+
+
+def verdict(rows: list[Row]) -> list[str]:
+    """The claim at each number of pairs and each size; and whether the sizes are equal."""
+    found, lines = groups(rows), []
+    for pairs, size in sorted({key[:2] for key in found}):
+        at = {name: own for (n, s, name), own in found.items() if (n, s) == (pairs, size)}
+        sizes = [own[0]["bytes"] for own in at.values()]
+        equal = max(sizes) <= SLACK * min(sizes)
+        lines.append(f"{'holds' if equal else 'FAILS'}   {pairs} pairs, {size}: states of {min(sizes)} to {max(sizes)} bytes")
+        others = {name: mean(own) for name, own in at.items() if not name.startswith(WRITTEN_BY_GRADIENTS)}
+        if "GradMem K=2" in at and others:
+            best, ours = max(others, key=lambda name: others[name]), mean(at["GradMem K=2"])
+            lines.append(
+                f"{'holds' if ours > others[best] else 'FAILS'}   {pairs} pairs, {size}: GradMem {ours:.1f}, best other {best} {others[best]:.1f}"
+            )
+    return lines
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Exact match against bytes, one curve a memory."""
+    found, sizes = groups(rows), sorted({row["pairs"] for row in rows})
+    with figure(path, width=5.2 * len(sizes), height=3.8, columns=len(sizes)) as panels:
+        for axes, pairs in zip(panels, sizes, strict=True):
+            for number, name in enumerate(dict.fromkeys(name for _, _, name in found)):
+                curve = sorted((own[0]["bytes"], mean(own)) for (n, _, other), own in found.items() if (n, other) == (pairs, name))
+                axes.plot(*zip(*curve, strict=True), "os^Dv<>PX*"[number % 10] + "-", ms=5, label=name)
+            axes.set(title=f"{pairs} pairs", xlabel="bytes of state", ylabel="exact match, %", ylim=(0, 103))
+        panels[-1].legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def main() -> int:
+    """Measure or report."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--scale", choices=PLACES, default="small")
+    parser.add_argument("--seed", type=int, nargs="+", default=(0, 1, 2))
+    parser.add_argument("--memory", nargs="+", help="names as in the rows; all where left out")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
+    parser.add_argument("--report", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.report:
+        rows = [row for place in PLACES.values() if place.exists() for row in read_lines(place)]
+        draw(rows, FIGURES / "gradmem_state_matched.png")
+    else:
+        chosen = {name: ENTRIES[name] for name in arguments.memory or ENTRIES}
+        place, stages = PLACES[arguments.scale], STAGES[arguments.scale]
+        rows = resumed(chosen, place, seeds=arguments.seed, stages=stages, minutes=arguments.minutes)
+    cells = [
+        {"memory": name, "at": f"{pairs} pairs, {size}", "value": f"{spread([row['exact_match'] for row in own])} ({own[0]['bytes']})"}
+        for (pairs, size, name), own in groups(rows).items()
+    ]
+    print(f"exact match, % (bytes)\n{table(cells, row='memory', column='at', value=lambda cell: cell['value'])}\n")
+    print("\n".join(verdict(rows)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

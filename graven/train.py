@@ -26,6 +26,7 @@ from graven.layers.decoder import DecoderSpec
 from graven.lm.small import Small
 from graven.measure import read_episode, right
 from graven.memory.gradient import GradMem, GradMemSpec
+from graven.processes import Processes, here
 from graven.report import figure, read_lines, write_atomically, write_lines
 from graven.settings import build, read_toml, table_of
 from graven.tasks.base import Episode
@@ -175,37 +176,47 @@ def train(
         spec: What to train.
         out: Folder of the run; made where it is missing.
         resume: Go on from the folder's last whole checkpoint.
-        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits.
+        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits. Processes that torchrun started share
+            the micro-batches too, with the same bits again, as long as each runs on one thread; the first of them saves.
         report: Called with each row of the learning curve.
     Returns:
         The checkpoint, or None where `stop_after` came first.
     Raises:
         OutputError: The folder holds a run and `resume` was not asked for, or cannot be written to.
-        SpecError: The folder's run is of another spec, or `workers` is below 1.
+        SpecError: The folder's run is of another spec, `workers` is below 1, or there are more processes than micro-batches.
     """
     if workers < 1:
         raise SpecError(f"`workers` is {workers}; it must be at least 1.")
     memory = new_memory(spec, name=out.name)
     optimizer = torch.optim.AdamW(memory.parameters(), lr=spec.optimizer.rate, betas=spec.optimizer.betas, weight_decay=0.0)
+    processes, parts = here(), spec.optimizer.batch // spec.optimizer.micro_batch
+    if processes.count > parts:
+        raise SpecError(f"torchrun started {processes.count} processes and a step has {parts} micro-batches to share; start at most {parts}.")
     progress, curve = _open_run(spec, out, memory, optimizer, resume=resume)
+    processes.wait()  # all have seen the folder as it was
     last = None if stop_after is None else progress.step + stop_after
-    if not progress.step:  # from here on an interrupted run can be resumed
+    if not progress.step and processes.first:  # from here on an interrupted run can be resumed
         _save_run(spec, out, memory, optimizer, progress, curve)
     with ThreadPoolExecutor(workers) as pool:
         while progress.stage < len(spec.stage) and progress.step != last:
             began = time.process_time()
-            row = _step(spec, memory, optimizer, progress, pool)
+            row = _step(spec, memory, optimizer, progress, pool, processes)
             progress.cpu_seconds += time.process_time() - began
             curve.append({**row, "cpu_seconds": round(progress.cpu_seconds, 2)})
             if report is not None:
                 report(curve[-1])
-            if progress.step % spec.checkpoint_every == 0:
+            if progress.step % spec.checkpoint_every == 0 and processes.first:
                 _save_run(spec, out, memory, optimizer, progress, curve)
-    _save_run(spec, out, memory, optimizer, progress, curve)
-    return _finish(spec, out, memory, progress) if progress.stage == len(spec.stage) else None
+    if processes.first:
+        _save_run(spec, out, memory, optimizer, progress, curve)
+    done = _finish(spec, out, memory, progress, save=processes.first) if progress.stage == len(spec.stage) else None
+    processes.wait()  # until the checkpoint is whole
+    return done
 
 
-def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def _step(
+    spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor, processes: Processes
+) -> dict[str, Any]:
     """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
     stage, settings = spec.stage[progress.stage], spec.optimizer
     generator = torch.Generator().manual_seed(spec.seed * 1_000_003 + progress.step)
@@ -220,7 +231,8 @@ def _step(spec: TrainSpec, memory: GradMem, optimizer: torch.optim.Optimizer, pr
     for parameter in memory.parameters():  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike
         parameter.grad = torch.zeros_like(parameter)
     loss, exact = 0.0, 0.0
-    for part_loss, part_exact, gradients in pool.map(lambda episode: _part(memory, episode, steps), episodes):
+    parts = processes.together(lambda mine: list(pool.map(lambda episode: _part(memory, episode, steps), mine)), episodes)
+    for part_loss, part_exact, gradients in parts:
         loss += part_loss / len(episodes)
         exact += part_exact / len(episodes)
         for parameter, gradient in zip(memory.parameters(), gradients, strict=True):  # in the order of the parts, whichever was done first
@@ -306,7 +318,7 @@ def _save_run(spec: TrainSpec, out: Path, memory: GradMem, optimizer: torch.opti
     _save(out / "resume.safetensors", tensors, about)
 
 
-def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress) -> Trained:
+def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress, *, save: bool) -> Trained:
     about = {
         "format": FORMAT,
         "spec": table_of(spec),
@@ -317,9 +329,10 @@ def _finish(spec: TrainSpec, out: Path, memory: GradMem, progress: Progress) -> 
             "machine": platform.machine(),
         },
     }
-    write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
-    _save(out / "model.safetensors", dict(memory.state_dict()), {})
-    (out / "resume.safetensors").unlink()
+    if save:
+        write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
+        _save(out / "model.safetensors", dict(memory.state_dict()), {})
+        (out / "resume.safetensors").unlink()
     return Trained(memory.eval(), spec, about)
 
 

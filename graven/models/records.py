@@ -136,8 +136,7 @@ class RecordsModel:
 
     def query_rows(self, keys: Sequence[str]) -> list[list[int]]:
         """Tokens of the query for each key."""
-        mark = self.task.mark
-        return [[mark("?"), mark("!"), *row, mark(":")] for row in digits_of(keys).tolist()] if keys else []
+        return [self.task.query_of(key) for key in keys]
 
     def _context(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         keys, values = digits_of([key for key, _ in pairs]), digits_of([value for _, value in pairs])

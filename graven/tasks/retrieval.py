@@ -65,6 +65,16 @@ class Retrieval:
         """Token of one of the four marks."""
         return self.symbols + PUNCTUATION.index(character)
 
+    @property
+    def answer_length(self) -> int:
+        """Most tokens of an answer, its end included."""
+        return self.value_length + 1
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        return frozenset({self.mark("!"), self.mark("|")})
+
     def sample(self, size: int, *, pairs: int, generator: torch.Generator, queries: int | None = None) -> Episode:
         """A batch of contexts with their queries.
 
@@ -100,6 +110,42 @@ class Retrieval:
             values=at_value.repeat(keys.shape[1]).expand(context.shape),
             answer=self.value_length,
         )
+
+    def episode_of(self, books: Sequence[Sequence[tuple[str, str]]]) -> Episode:
+        """The same of pairs as text, as many in each context; every key is asked."""
+        keys, values = (torch.stack([digits_of([pair[part] for pair in book]) for book in books]) for part in (0, 1))
+        return self.episode(keys, values)
+
+    def context_of(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
+        """Tokens of records."""
+        return self.episode_of([pairs]).context.row(0)
+
+    def query_of(self, key: str) -> list[int]:
+        """Tokens of a query."""
+        return [self.mark("?"), self.mark("!"), *digits_of([key]).flatten().tolist(), self.mark(":")]
+
+    def parse(self, text: str) -> list[tuple[str, str]]:
+        """Pairs of a text, `parse_records`."""
+        return parse_records(text, self)
+
+    def key_of(self, query: str) -> str:
+        """The key that a user's query names, with or without the marks of the task: `ab`, `ab:` and `?!ab:` are one.
+
+        Raises:
+            TextError: It is no key of the task.
+        """
+        key = query.strip().removeprefix("?").removeprefix("!").removesuffix(":")
+        _check_part(key, what="the query", length=self.key_length, alphabet=alphabet_of(self))
+        return key
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Tokens as characters."""
+        characters = alphabet_of(self) + PUNCTUATION
+        return "".join(characters[token] for token in ids)
+
+    def lines_of(self, ids: Sequence[int]) -> str:
+        """A context as a user writes it, one record a line."""
+        return self.text_of(ids)[1:-1].replace("!!", "\n")
 
     def _digits(self, numbers: Int[Tensor, "B N"], length: int) -> Int[Tensor, "B N K"]:
         return torch.stack([numbers // self.symbols**place % self.symbols for place in reversed(range(length))], -1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from graven.errors import GravenError, Outcome, SpecError
-from graven.verbs import doctor, several, travel
+from graven.verbs import doctor, many, several, travel
 from graven.verbs.base import (
     JsonOption,
     MemoryArgument,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.add_typer(several.verbs)
+app.add_typer(many.verbs)
 app.add_typer(travel.verbs)
 app.add_typer(doctor.verbs)
 
@@ -149,6 +150,8 @@ def ask(
     decoding = Decoding(
         min_tokens=min_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, beams=beams, count=count, stop=tuple(stop or ())
     )
+    if memory.is_dir():
+        return many.ask_folder(memory, query, model=model, max_tokens=max_tokens, decoding=decoding, stream=stream, as_json=json)
     if stream and (json or len(query) > 1):
         raise SpecError("--stream prints the answer to one query as it comes; ask one query, and leave --json out.")
     loaded, reader = open_memory(memory, model)

@@ -60,10 +60,13 @@ class Processes:
         distributed.all_gather_object(found, item)
         return found
 
-    def together(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Results for all items in their order, each computed by one of the processes. What comes back from another holds the same bits."""
-        parts = self.gather([work(item) for item in self.share(items)])
+    def together(self, work: Callable[[Sequence[T]], Sequence[R]], items: Sequence[T]) -> list[R]:
+        """Results for all items in their order, each computed by one of the processes. What comes from another process holds the same bits."""
+        parts = self.gather(work(self.share(items)))
         return [parts[at % self.count][at // self.count] for at in range(len(items))]
+
+
+ALONE = Processes()
 
 
 def here() -> Processes:
@@ -74,7 +77,7 @@ def here() -> Processes:
     """
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not all(name in os.environ for name in names) or int(os.environ["WORLD_SIZE"]) < 2:
-        return Processes()
+        return ALONE
     if find_spec("accelerate") is None:
         raise SpecError("torchrun started several processes, and connecting them takes the package accelerate; run `pip install accelerate`.")
     return Processes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))

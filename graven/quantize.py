@@ -1,6 +1,7 @@
 """A memory in 8 or 4 bits, with what that costs: what the model says from the smaller memory beside what it says from the larger one.
 
-No text is needed for it. Of a text each page is recited from both memories; of records every key is asked, which the file knows by its hash.
+Of a text each page is recited from both memories; no text is needed for that, and where it is given, what is recited is held against it. Of records
+every key is asked: those of the text where it is given, else all possible keys are held against the hashes of the file.
 
 Source: ours; tests/test_quantize.py, experiments/memory_bits.py.
 """
@@ -13,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from graven.answer import Reader
-from graven.errors import SpecError
-from graven.fidelity import beside
+from graven.answer import Reader, encode
+from graven.errors import SpecError, TextError
+from graven.fidelity import beside, same_text
 from graven.lm.base import Continuation, LanguageModel, predictors
 from graven.lm.cached import Followed
 from graven.memory.file import About, Agreement, Memory, Quantization
@@ -24,7 +25,7 @@ from graven.models.base import key_hash
 from graven.models.records import RecordsModel
 from graven.models.text import TextModel
 from graven.tasks.base import Tokens
-from graven.tasks.retrieval import alphabet_of
+from graven.tasks.retrieval import Retrieval, alphabet_of
 
 SPOKEN = 16  # tokens that are compared where a memory is of no text that is known
 MOST_KEYS = 1_000_000  # keys are found by trying all of them
@@ -37,11 +38,13 @@ class Said:
     Args:
         query: Tokens of each query.
         before, after: Prefix of each query, and what followed it.
+        text: Tokens that should be recited, where they are known.
     """
 
     query: Tokens
     before: tuple[Float[Tensor, "N S D"], list[Continuation]]
     after: tuple[Float[Tensor, "N S D"], list[Continuation]]
+    text: Sequence[int] | None = None
 
     @property
     def answers(self) -> list[tuple[list[int], list[int]]]:
@@ -49,7 +52,7 @@ class Said:
         return [(old.whole, new.whole) for old, new in zip(self.before[1], self.after[1], strict=True)]
 
 
-def quantized(memory: Memory, model: RecordsModel | TextModel, *, bits: int, group: int = GROUP) -> Memory:
+def quantized(memory: Memory, model: RecordsModel | TextModel, *, bits: int, group: int = GROUP, against: str | None = None) -> Memory:
     """The memory in fewer bits; its file says what that changed.
 
     Args:
@@ -57,52 +60,63 @@ def quantized(memory: Memory, model: RecordsModel | TextModel, *, bits: int, gro
         model: The one that wrote it.
         bits: Of each number, 8 or 4.
         group: Numbers that share a scale of 16 bits.
+        against: The text that was written; needed for records with many possible keys.
     Raises:
-        SpecError: The memory is quantized already, `bits` or `group` is out of range, or there are too many possible keys to try.
+        SpecError: The memory is quantized already, `bits` or `group` is out of range, or the text is needed.
+        TextError: The text is another one.
         MismatchError: The memory was written with another model.
     """
     if memory.about.quantization is not None:
         raise SpecError(f"this memory has {memory.about.quantization.bits} bits already; quantize the one that it was made from.")
     check_bits(bits=bits, group=group, width=memory.state.shape[-1])
     state = dequantize(*quantize(memory.state, bits=bits, group=group), bits=bits, group=group)
-    said = compared(model, memory, Memory(state, memory.about))
+    said = compared(model, memory, Memory(state, memory.about), against=against)
     change = float((state - memory.state).norm() / memory.state.norm().clamp(min=torch.finfo(torch.float32).tiny))
     kept = agreement_of(model.memory.model if isinstance(model, RecordsModel) else model.model, said)
     about = replace(memory.about, version=About.version, quantization=Quantization(bits=bits, group=group, change=change, kept=kept))
     return Memory(state, _still(about, said))
 
 
-def compared(model: RecordsModel | TextModel, before: Memory, after: Memory) -> list[Said]:
+def compared(model: RecordsModel | TextModel, before: Memory, after: Memory, *, against: str | None = None) -> list[Said]:
     """What the model says from two states of one memory, page by page.
 
     Raises:
-        SpecError: There are more possible keys of records than can be tried.
+        SpecError: There are more possible keys of records than can be tried, and no text is given.
+        TextError: The text is another one than was written.
         MismatchError: The memory was written with another model.
     """
     if isinstance(model, TextModel):
-        prefixes = [Reader(model.model, memory).prefixes for memory in (before, after)]
-        lengths = [page.tokens or SPOKEN for page in before.about.pages]
-        pairs = zip(*prefixes, lengths, strict=True)
-        return [_said(model.model, Tokens.of([[]]), old[None], new[None], most=length, stop=()) for old, new, length in pairs]
+        prefixes, pages = [Reader(model.model, memory).prefixes for memory in (before, after)], before.about.pages
+        texts = [None] * len(pages) if against is None else same_text(encode(model.model, against, what="the text"), before.about)
+        nothing, parts = Tokens.of([[]]), zip(*prefixes, pages, texts, strict=True)
+        said = [(_said(model.model, nothing, old[None], new[None], most=page.tokens or SPOKEN, stop=()), text) for old, new, page, text in parts]
+        return [replace(one, text=text) for one, text in said]
     before.belongs_to(model.memory.model)
     gradmem, task = model.memory, model.task
-    stop, most = {task.mark("!"), task.mark("|")}, task.value_length + 1
     prefixes = [gradmem.prefix(memory.state, control=gradmem.read_control) for memory in (before, after)]
-    queries = [Tokens.of(model.query_rows(keys)) for keys in held_keys(model, before)]
+    queries = [Tokens.of(model.query_rows(keys)) for keys in held_keys(model, before, against=against)]
     each = [(query, *(one.expand(len(query.ids), -1, -1) for one in pair)) for query, *pair in zip(queries, *prefixes, strict=True)]
-    return [_said(gradmem.model, query, old, new, most=most, stop=stop) for query, old, new in each]
+    return [_said(gradmem.model, query, old, new, most=task.answer_length, stop=task.ends) for query, old, new in each]
 
 
-def held_keys(model: RecordsModel, memory: Memory) -> list[list[str]]:
-    """The keys of each page, found by trying every possible one against its hashes.
+def held_keys(model: RecordsModel, memory: Memory, *, against: str | None = None) -> list[list[str]]:
+    """The keys of each page, those of the text where it is given; else found by trying every possible one against the hashes.
 
     Raises:
         SpecError: There are too many possible keys.
+        TextError: The text lacks a key.
     """
     task = model.task
-    if task.keys > MOST_KEYS:
-        raise SpecError(f"{model.name} has {task.keys} possible keys and at most {MOST_KEYS} are tried; measure it with `graven verify` instead.")
-    hashes = {key_hash(key): key for key in map("".join, product(alphabet_of(task), repeat=task.key_length))}
+    if against is not None:
+        possible = [key for key, _ in task.parse(against)]
+    elif isinstance(task, Retrieval) and task.keys <= MOST_KEYS:
+        possible = list(map("".join, product(alphabet_of(task), repeat=task.key_length)))
+    else:
+        raise SpecError(f"{model.name} has too many possible keys to try them all; give the text that was written with --against.")
+    hashes = {key_hash(key): key for key in possible}
+    lacking = sum(held not in hashes for page in memory.about.pages for held in page.keys)
+    if lacking:
+        raise TextError(f"the text lacks {lacking} of the keys that were written; give the very text that this memory holds.")
     return [[hashes[held] for held in page.keys] for page in memory.about.pages]
 
 
@@ -121,12 +135,19 @@ def agreement_of(model: LanguageModel, said: Sequence[Said]) -> Agreement:
 
 @torch.no_grad()
 def _said(model: LanguageModel, query: Tokens, *prefixes: Tensor, most: int, stop: Collection[int]) -> Said:
-    return Said(query, *((prefix, model.generate(prefix, query, most=most, stop=stop)) for prefix in prefixes))
+    before, after = ((prefix, model.generate(prefix, query, most=most, stop=stop)) for prefix in prefixes)
+    return Said(query, before, after)
 
 
 def _still(about: About, said: Sequence[Said]) -> About:
     """What is still recited or answered; of records at least so many, where some were wrong before."""
     if about.answered is not None:
         return replace(about, answered=max(0, about.answered - sum(old != new for one in said for old, new in one.answers)))
-    common = [sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*one.answers[0], strict=False))) for one in said]
-    return replace(about, pages=tuple(replace(page, recited=min(page.recited, n)) for page, n in zip(about.pages, common, strict=True)))
+    recited = [_common(*one.answers[0]) if one.text is None else _common(one.text, one.answers[0][1]) for one in said]
+    known = [min(page.recited, n) if one.text is None else n for page, n, one in zip(about.pages, recited, said, strict=True)]
+    return replace(about, pages=tuple(replace(page, recited=n) for page, n in zip(about.pages, known, strict=True)))
+
+
+def _common(row: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(row, other, strict=False)))

@@ -3,9 +3,11 @@
 import json
 import math
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
+LEFT_BEHIND = 600.0  # seconds; a temporary file is filled and renamed in far less
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -47,6 +50,19 @@ def ensure_writable(path: Path) -> None:
         OutputError: The folder is missing or cannot be written to.
     """
     _temporary_beside(path).unlink()
+
+
+def sweep(folder: Path, suffix: str) -> None:
+    """Remove what killed processes left behind: temporary files of `write_atomically` for targets of that suffix, older than any write takes.
+
+    An ordinary exception, Ctrl-C included, leaves none; SIGKILL and a power cut between two system calls can.
+    """
+    leftover = re.compile(rf"\..+{re.escape(suffix)}\.[a-z0-9_]{{8}}")
+    for place in folder.iterdir():
+        if leftover.fullmatch(place.name):
+            with suppress(OSError):  # another process sweeps too, or the folder is not ours to change
+                if time.time() - place.stat().st_mtime > LEFT_BEHIND:
+                    place.unlink()
 
 
 def _temporary_beside(path: Path) -> Path:

@@ -123,13 +123,13 @@ def train(
         spec: What to train.
         out: Folder of the run; made where it is missing.
         resume: Go on from the folder's last whole checkpoint.
-        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits.
+        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits, and so do processes (`training.run`).
         report: Called with each row of the learning curve.
     Returns:
         The checkpoint, or None where `stop_after` came first.
     Raises:
         OutputError: The folder holds a run and `resume` was not asked for, or cannot be written to.
-        SpecError: The folder's run is of another spec, or `workers` is below 1.
+        SpecError: The folder's run is of another spec, `workers` is below 1, or there are more processes than micro-batches.
     """
     memory = new_memory(spec, name=out.name)
     job = Job(spec=spec, weights=dict(memory.named_parameters()), batch=partial(_batch, spec, memory), draw=draw_curve)

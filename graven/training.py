@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from graven.errors import OutputError, SpecError
+from graven.processes import Processes, here
 from graven.report import read_lines, write_atomically, write_lines
 from graven.settings import table_of
 
@@ -152,37 +153,44 @@ def run(
         job: What to train.
         out: Folder of the run; made where it is missing.
         resume: Go on from the folder's last whole checkpoint.
-        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits.
+        workers: Micro-batches that are computed side by side, a thread each; any number gives the same bits. Processes that torchrun started share
+            the micro-batches too, with the same bits again, as long as each runs on one thread; the first of them saves.
         report: Called with each row of the learning curve.
     Returns:
         What `model.json` of the finished checkpoint says, or None where `stop_after` came first.
     Raises:
         OutputError: The folder holds a run and `resume` was not asked for, or cannot be written to.
-        SpecError: The folder's run is of another spec, or `workers` is below 1.
+        SpecError: The folder's run is of another spec, `workers` is below 1, or there are more processes than micro-batches.
     """
     if workers < 1:
         raise SpecError(f"`workers` is {workers}; it must be at least 1.")
-    settings = job.spec.optimizer
+    settings, processes = job.spec.optimizer, here()
+    if processes.count > (parts := settings.batch // settings.micro_batch):
+        raise SpecError(f"torchrun started {processes.count} processes and a step has {parts} micro-batches to share; start at most {parts}.")
     optimizer = torch.optim.AdamW(job.weights.values(), lr=settings.rate, betas=settings.betas, weight_decay=0.0)
     progress, curve = _open(job, out, optimizer, resume=resume)
+    processes.wait()  # all have seen the folder as it was
     last = None if stop_after is None else progress.step + stop_after
-    if not progress.step:  # from here on an interrupted run can be resumed
+    if not progress.step and processes.first:  # from here on an interrupted run can be resumed
         _save(job, out, optimizer, progress, curve)
     with ThreadPoolExecutor(workers) as pool:
         while progress.stage < len(job.spec.stage) and progress.step != last:
             began = time.process_time()
-            row = _step(job, optimizer, progress, pool)
+            row = _step(job, optimizer, progress, pool, processes)
             progress.cpu_seconds += time.process_time() - began
             curve.append({**row, "cpu_seconds": round(progress.cpu_seconds, 2)})
             if report is not None:
                 report(curve[-1])
-            if progress.step % job.spec.checkpoint_every == 0:
+            if progress.step % job.spec.checkpoint_every == 0 and processes.first:
                 _save(job, out, optimizer, progress, curve)
-    _save(job, out, optimizer, progress, curve)
-    return _finish(job, out, progress) if progress.stage == len(job.spec.stage) else None
+    if processes.first:
+        _save(job, out, optimizer, progress, curve)
+    done = _finish(job, out, progress, save=processes.first) if progress.stage == len(job.spec.stage) else None
+    processes.wait()  # until the checkpoint is whole
+    return done
 
 
-def _step(job: Job, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor) -> dict[str, Any]:
+def _step(job: Job, optimizer: torch.optim.Optimizer, progress: Progress, pool: ThreadPoolExecutor, processes: Processes) -> dict[str, Any]:
     """One step of the optimizer; its batch depends on seed and step alone, so a resumed run sees the same ones."""
     stage, settings, weights = job.spec.stage[progress.stage], job.spec.optimizer, list(job.weights.values())
     facts, parts = job.batch(stage, torch.Generator().manual_seed(job.spec.seed * 1_000_003 + progress.step))
@@ -191,7 +199,8 @@ def _step(job: Job, optimizer: torch.optim.Optimizer, progress: Progress, pool: 
     for parameter in weights:  # a write of no steps leaves some without a gradient; AdamW must count the step for all alike
         parameter.grad = torch.zeros_like(parameter)
     loss, exact = 0.0, 0.0
-    for part_loss, part_exact, gradients in pool.map(lambda part: part(), parts):
+    found = processes.together(lambda mine: list(pool.map(lambda part: part(), mine)), parts)
+    for part_loss, part_exact, gradients in found:
         loss += part_loss / len(parts)
         exact += part_exact / len(parts)
         for parameter, gradient in zip(weights, gradients, strict=True):  # in the order of the parts, whichever was done first
@@ -267,7 +276,7 @@ def _save(job: Job, out: Path, optimizer: torch.optim.Optimizer, progress: Progr
     save_tensors(out / "resume.safetensors", tensors, about)
 
 
-def _finish(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
+def _finish(job: Job, out: Path, progress: Progress, *, save: bool) -> dict[str, Any]:
     about = {
         "format": FORMAT,
         "spec": table_of(job.spec),
@@ -279,9 +288,10 @@ def _finish(job: Job, out: Path, progress: Progress) -> dict[str, Any]:
             **job.origin,
         },
     }
-    write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
-    save_tensors(out / "model.safetensors", job.weights, {})
-    (out / "resume.safetensors").unlink()
+    if save:
+        write_atomically(out / "model.json", lambda temporary: temporary.write_text(json.dumps(about, indent=1) + "\n"))
+        save_tensors(out / "model.safetensors", job.weights, {})
+        (out / "resume.safetensors").unlink()
     return about
 
 

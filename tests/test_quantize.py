@@ -6,11 +6,12 @@ import json
 import cases
 import pytest
 import torch
+from asserts import assert_refused
 from safetensors import safe_open
 from test_file import ABOUT, bits, changed, forge
 
 import graven
-from graven.errors import MemoryFileError, SpecError
+from graven.errors import MemoryFileError, SpecError, TextError
 from graven.memory.file import Agreement, Memory, Quantization
 from graven.memory.quantize import dequantize, largest_code, quantize, stored_bytes
 from graven.model import RecordsModel, TextModel
@@ -213,3 +214,22 @@ def test_a_memory_is_quantized_once(records):
     model, memory = records
     with pytest.raises(SpecError, match="this memory has 8 bits already"):
         quantized(quantized(memory, model, bits=8), model, bits=4)
+
+
+def test_with_the_text_what_is_recited_is_held_against_it(words):
+    model, memory = words
+    wrong = dataclasses.replace(memory.about.pages[0], recited=2)  # as if the write had ended early
+    unsure = Memory(memory.state, dataclasses.replace(memory.about, pages=(wrong,)))
+    assert quantized(unsure, model, bits=8).about.recited == 2
+    assert quantized(unsure, model, bits=8, against=WORDS).about.recited == 6
+    assert_refused(TextError, "page 1 of 1 of the text is another", lambda: quantized(memory, model, bits=8, against="w1 w2 w3 w4 w5 w6"))
+
+
+def test_too_many_possible_keys_need_the_text(records, monkeypatch):
+    monkeypatch.setattr("graven.quantize.MOST_KEYS", 100)
+    model, memory = records
+    assert_refused(
+        SpecError, "too many possible keys to try them all; give the text that was written with --against", lambda: held_keys(model, memory)
+    )
+    assert quantized(memory, model, bits=8, against=RECORDS).about.quantization.kept.queries == 8
+    assert_refused(TextError, "the text lacks 7 of the keys that were written", lambda: held_keys(model, memory, against="aB:7x"))

@@ -32,6 +32,7 @@ VERSION = 3
 # the version that brought a field; older files have none of it
 SINCE = {"objective": 2, "chat": 2, "before": 2, "agreement": 2, "fidelity": 2, "quantization": 3}
 SAFE = {torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}  # as safetensors calls them
+MOST_SAID = 200  # characters of what a damaged file holds, in a message
 MOST_BYTES = 1 << 32  # no memory is this large; a file that is was not written by graven
 
 
@@ -298,7 +299,7 @@ class Memory:
         except (SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, MemoryFileError):
                 raise
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error)[: 4 * MOST_SAID].split())[:MOST_SAID]  # the library repeats what it was given, whatever its length
             raise MemoryFileError(f"{place} is no whole memory file ({reason}); it was cut short or changed, or is none. Write it anew.") from error
         wanted = [len(about.pages), about.slots]
         if list(state.shape[:2]) != wanted:
@@ -345,7 +346,7 @@ def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
     """Metadata and state of a container. The shapes that it declares are checked against its length before anything is allocated."""
     tensors = dict(deserialize(data))  # type: ignore[no-untyped-call]  # safetensors leaves it untyped
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    metadata = header.get("__metadata__", {})
+    metadata = header.get("__metadata__") or {}  # null is none
     if "graven" not in metadata or sorted(tensors) not in (["state"], ["codes", "scales"]):
         raise MemoryFileError(f"{place} is a safetensors file and no memory; give a file that `graven write` made.")
     about = about_of(metadata["graven"], place)
@@ -354,14 +355,21 @@ def _parts(data: bytes, place: Path) -> tuple[About, Float[Tensor, "P M D"]]:
     read = [_tensor(tensors.get(name), name, dtype, place) for name, dtype in wanted.items()]
     if metadata.get("checksum") != digest(metadata["graven"].encode(), *[tensors[name]["data"] for name in wanted]):
         raise MemoryFileError(f"{place} does not match its checksum; it was damaged or changed after it was written. Write it anew.")
-    return about, read[0] if how is None else dequantize(*read, bits=how.bits, group=how.group)
+    if how is None:
+        return about, read[0]
+    state = dequantize(*read, bits=how.bits, group=how.group)
+    if not all(map(torch.equal, quantize(state, bits=how.bits, group=how.group), read)):
+        raise MemoryFileError(f"{place} has codes or scales that no quantization gives; the file was changed. Write it anew.")
+    return about, state
 
 
 def _tensor(stored: dict[str, Any] | None, name: str, dtype: torch.dtype, place: Path) -> Shaped[Tensor, "P M D"]:
     """One tensor of a container, of this type and three axes."""
     kind, shape = (stored["dtype"], stored["shape"]) if stored else ("none", [])
     if stored is None or kind != SAFE[dtype] or len(shape) != 3 or not stored["data"]:
-        raise MemoryFileError(f"{place} has {name} of type {kind} and shape {shape}; {SAFE[dtype]} and three axes were expected. Write it anew.")
+        raise MemoryFileError(
+            f"{place} has {name} of type {kind} and shape {str(shape)[:MOST_SAID]}; {SAFE[dtype]} and three axes were expected. Write it anew."
+        )
     return torch.frombuffer(stored["data"], dtype=dtype).reshape(shape)
 
 
@@ -380,8 +388,9 @@ def about_of(text: str, place: Path) -> About:
     fields = json.loads(text)
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise MemoryFileError(f"{place} has format version {version!r} and this graven reads up to {VERSION}; install the graven that wrote it.")
+        found = repr(version)[:MOST_SAID]
+        raise MemoryFileError(f"{place} has format version {found} and this graven reads up to {VERSION}; install the graven that wrote it.")
     try:
         return build(About, fields, where="metadata")
     except SpecError as error:
-        raise MemoryFileError(f"{place} has damaged metadata, so write it anew: {error}") from error
+        raise MemoryFileError(f"{place} has damaged metadata, so write it anew: {str(error)[:MOST_SAID]}") from error

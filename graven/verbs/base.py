@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graven.errors import TextError
+from graven.processes import here
 
 if TYPE_CHECKING:
     from graven.memory.file import Memory
@@ -82,7 +83,9 @@ def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """To standard output; what its encoding lacks, and the bytes of a file name that are no text, are spelled out."""
+    """To standard output, by the first of several processes; what its encoding lacks, and bytes of a file name that are no text, are spelled out."""
+    if not here().first:
+        return
     encoding = sys.stdout.encoding
     print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
 
@@ -101,7 +104,7 @@ def progress_bar(what: str, *, total: int | None = None, quiet: bool = False) ->
     bar = Progress(
         TextColumn("{task.description}"), TextColumn("step {task.completed}" + ("/{task.total}" if total else "")),
         TextColumn("loss {task.fields[loss]:.3f}{task.fields[right]}"), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty(),
+        console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty() or not here().first,
     )  # fmt: skip
     with bar:
         task = bar.add_task(what, total=total, loss=float("nan"), right="")

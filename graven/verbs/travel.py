@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from graven.verbs.base import JsonOption, MemoryArgument, ModelOption, note, open_memory, open_model, show
+from graven.verbs.base import JsonOption, MemoryArgument, ModelOption, note, open_memory, open_model, read_text, show
 
 verbs = typer.Typer()
 
@@ -68,6 +68,7 @@ def quantize(
     memory: MemoryArgument,
     bits: Annotated[int, typer.Option(metavar="B", help="Of each number, 8 or 4.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
+    against: Annotated[str | None, typer.Option(metavar="FILE", help="The text that was written, to measure with; few records need it.")] = None,
     model: ModelOption = None,
     json: JsonOption = False,
 ) -> int:
@@ -79,7 +80,7 @@ def quantize(
     ensure_replaceable(out)
     before, reader = open_memory(memory, model)
     assert isinstance(reader, RecordsModel | TextModel)
-    after = quantized(before, reader, bits=bits)
+    after = quantized(before, reader, bits=bits, against=None if against is None else read_text(against))
     after.save(out)
     how = after.about.quantization
     assert how is not None

@@ -28,7 +28,6 @@ from graven.models.text import TEXT_RATE, TEXT_STEPS, TextModel
 from graven.quantize import held_keys
 from graven.study import CHAT, self_study
 from graven.tasks.base import Tokens
-from graven.tasks.retrieval import parse_records
 
 PROBES = 4  # questions about each text
 
@@ -103,7 +102,7 @@ def append(model: TextModel | RecordsModel, memory: Memory, text: str, *, into: 
     _ensure_growable(memory)
     if isinstance(model, RecordsModel):
         alone = _records_written(model, text, settings)
-        return _merged_records(model, memory, alone, into=into, settings=settings, names=("old", "new"), wanted=dict(parse_records(text, model.task)))
+        return _merged_records(model, memory, alone, into=into, settings=settings, names=("old", "new"), wanted=dict(model.task.parse(text)))
     if into == "page":
         writer, about = TextModel(model.model, slots=memory.about.slots), memory.about
         alone = writer.write(

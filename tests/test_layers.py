@@ -23,6 +23,7 @@ LAYER = {
     "ops.inner_loop": 2.1,
     "theory": 2,
     "tasks": 2,
+    "tasks.babi": 2.1,
     "layers": 3,
     "layers.ttt": 3.1,
     "layers.lact": 3.1,

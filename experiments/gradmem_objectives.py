@@ -2,7 +2,7 @@
 
 Claim    Reconstruction alone makes a frozen model recite, and nothing else. Going on from the middle of the text has to be trained for (`continue`),
          and what the model does with queries as if the text stood there is reached by `distill` only.
-Cost     260 000 parameters, 100 steps: 25 CPU seconds a text and size, all five objectives (measured), 5 minutes for the grid of 200 steps.
+Cost     260 000 parameters, 100 steps: 20 CPU seconds a text and size, all five objectives (measured), 4 minutes for the grid of 200 steps.
          SmolLM2-135M: about 15 CPU minutes a text and size (estimated from 1.6 CPU seconds a step of the prompts experiment).
 
     python experiments/gradmem_objectives.py --model DIR --text FILE [--slots 2 4 8 --texts 3 --steps 300]     measure what has no row yet
@@ -112,6 +112,9 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.set(title=label, xlabel="bytes", xscale="log", xticks=sizes)
             axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
             axes.minorticks_off()
+        alone = [row["kl_no_text"] for row in rows if row["model"] == model]
+        panels[2].axhline(sum(alone) / len(alone), color="grey", lw=1, ls="--")
+        panels[2].annotate("no text", (sizes[0], sum(alone) / len(alone)), xytext=(0, 3), textcoords="offset points", fontsize=7)
         panels[2].set(yscale="log")
         panels[0].legend(frameon=False, fontsize=7)
 

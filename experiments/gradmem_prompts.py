@@ -36,7 +36,7 @@ from graven.tasks.queries import Query
 
 HERE = Path(__file__).parent
 PLACE = HERE / "rows" / "gradmem_prompts.jsonl"
-EXAMPLES, QUERIES = 20, 96
+EXAMPLES, QUERIES, STEPS = 20, 96, 60
 KEY = ("model", "prompt", "slots", "of", "seed")
 CHOSEN_ON = ("topic", 0)  # start, rate and steps were picked while looking at queries of this one
 GATE = {"kl": 0.1, "top_token": 0.9, "cpu_seconds": 300.0}
@@ -96,7 +96,10 @@ def measures(found: Agreement) -> Row:
 def verdict(rows: list[Row]) -> list[str]:
     """The gate, for every write of 8 vectors and 60 steps, and for those whose queries nobody had looked at when the recipe was chosen."""
     lines, blind = [], []
-    for row in sorted((row for row in rows if (row["slots"], row["steps"]) == (8, 60)), key=lambda row: (row["model"], row["prompt"], row["seed"])):
+    for row in sorted(
+        (row for row in rows if (row["slots"], row["steps"], row["of"]) == (8, STEPS, STEPS)),
+        key=lambda row: (row["model"], row["prompt"], row["seed"]),
+    ):
         kl, top = row["held_out"]["kl"], row["held_out"]["top_token"]
         good = kl <= GATE["kl"] and top >= GATE["top_token"] and row["cpu_seconds"] <= GATE["cpu_seconds"]
         seen = (row["prompt"], row["seed"]) == CHOSEN_ON
@@ -108,33 +111,28 @@ def verdict(rows: list[Row]) -> list[str]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """KL and accuracy against steps at 8 vectors and against vectors after the last step; one colour a prompt, one mark a seed."""
-    last = max(row["steps"] for row in rows)
-    with figure(path, width=9, height=6, columns=2, rows=2) as (kl_steps, kl_slots, right_steps, right_slots):
+    """KL and accuracy against steps; one colour a prompt, one mark a seed; hollow, with their number, where there are not 8 vectors."""
+    with figure(path, width=9, height=4, columns=2) as (left, right):
         for colour, name in zip(("C0", "C1", "C2"), CLASSES, strict=True):
             for mark, seed in zip("osD", (0, 1, 2), strict=True):
-                own = [row for row in rows if (row["prompt"], row["seed"]) == (name, seed)]
-                for by, kept, (kl, right) in (
-                    ("steps", [row for row in own if row["slots"] == 8], (kl_steps, right_steps)),
-                    ("slots", [row for row in own if row["steps"] == last], (kl_slots, right_slots)),
-                ):
-                    kept = sorted(kept, key=lambda row: row[by])
-                    x, label = [row[by] for row in kept], f"{name}, seed {seed}" if kept else None
-                    kl.plot(x, [row["held_out"]["kl"] for row in kept], f"{mark}-", ms=4, lw=0.8, color=colour, label=label)
-                    right.plot(x, [100 * row["held_out"]["accuracy"] for row in kept], f"{mark}-", ms=4, lw=0.8, color=colour)
-                    if kept:
-                        right.axhline(100 * kept[0]["full_prompt"], color=colour, lw=0.8, ls="--", alpha=0.6)
-        for axes, name in ((kl_steps, "steps, 8 vectors"), (kl_slots, f"vectors, {last} steps")):
-            axes.axhline(GATE["kl"], color="grey", lw=1, ls=":")
-            axes.set(yscale="log", xlabel=name, ylabel="KL to the full prompt, nats")
-        for axes, name in ((right_steps, "steps, 8 vectors"), (right_slots, f"vectors, {last} steps")):
-            axes.set(xlabel=name, ylabel="accuracy, %", ylim=(0, 102))
-        for axes in (kl_slots, right_slots):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks([2, 4, 8, 16], ["2", "4", "8", "16"])
-        kl_steps.set_title("held-out queries; dotted: the gate")
-        right_steps.set_title("dashed: the full prompt")
-        kl_steps.legend(frameon=False, fontsize=7, ncols=3)
+                own = [row for row in rows if (row["prompt"], row["seed"], row["of"]) == (name, seed, STEPS)]
+                for slots in sorted({row["slots"] for row in own}):
+                    line = sorted((row for row in own if row["slots"] == slots), key=lambda row: row["steps"])
+                    steps, label = [row["steps"] for row in line], f"{name}, seed {seed}" if slots == 8 else None
+                    style: dict[str, Any] = {"ms": 4, "lw": 0.8, "color": colour} | ({} if slots == 8 else {"mfc": "none", "ls": ":"})
+                    for axes, values in (
+                        (left, [row["held_out"]["kl"] for row in line]), (right, [100 * row["held_out"]["accuracy"] for row in line]),
+                    ):  # fmt: skip
+                        axes.plot(steps, values, marker=mark, label=label, **style)
+                        if slots != 8:
+                            axes.annotate(f"{slots}", (steps[-1], values[-1]), xytext=(5, -3), textcoords="offset points", fontsize=7)
+                    right.axhline(100 * line[0]["full_prompt"], color=colour, lw=0.8, ls="--", alpha=0.6)
+        left.axhline(GATE["kl"], color="grey", lw=1, ls=":")
+        left.set(yscale="log", xlabel="steps", ylabel="KL to the full prompt, nats", title="held-out queries; dotted: the gate", ylim=(0.03, 1))
+        left.set_yticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
+        left.minorticks_off()
+        right.set(xlabel="steps", ylabel="accuracy, %", ylim=(0, 102), title="dashed: the full prompt")
+        left.legend(frameon=False, fontsize=7, ncols=3, loc="upper right")
 
 
 def shown(row: Row) -> str:
@@ -175,7 +173,9 @@ def main() -> int:
     parser.add_argument("--name", help="what to call it in the rows; its file name where left out")
     parser.add_argument("--prompt", choices=CLASSES, nargs="+", default=list(CLASSES))
     parser.add_argument("--slots", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--steps", type=int, nargs="+", default=[15, 30, 60])
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[15, 30, STEPS], help="the largest is the write's, the others are looked at on the way"
+    )
     parser.add_argument("--seed", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--scale", choices=("small", "full"), default="full", help="small: a model of random weights, no rows kept")
     parser.add_argument("--files", type=Path, metavar="DIR")
@@ -201,9 +201,9 @@ def main() -> int:
                 rows = [*read_lines(PLACE), *found]
                 write_lines(PLACE, rows)
     print("KL in nats, same top token in %, accuracy in % (the full prompt's), on queries that were not trained on")
-    for slots in sorted({row["slots"] for row in rows}):
-        cells = [{"prompt": f"{r['prompt']}, seed {r['seed']}", "steps": r["steps"], "row": r} for r in rows if r["slots"] == slots]
-        print(f"\n{slots} vectors\n\n" + table(cells, row="prompt", column="steps", value=lambda cell: shown(cell["row"])))
+    for slots, of in sorted({(row["slots"], row["of"]) for row in rows}):
+        cells = [{"prompt": f"{r['prompt']}, seed {r['seed']}", "steps": r["steps"], "row": r} for r in rows if (r["slots"], r["of"]) == (slots, of)]
+        print(f"\n{slots} vectors, a write of {of} steps\n\n" + table(cells, row="prompt", column="steps", value=lambda cell: shown(cell["row"])))
     print("\n" + "\n".join(verdict(rows)))
     return 0
 

@@ -3,7 +3,7 @@
 Claim    Vectors of a frozen model can be optimised until it recites a text exactly; how many tokens a vector holds depends on steps and text.
 Differs  The paper's appendix has Llama 3.2 with 1B and 3B parameters, 1 or 2 vectors and 1 or 2 steps of a meta-trained start; here nothing is
          trained, Adam takes as many steps as it needs, and the models are small. The numbers do not compare line by line.
-Cost     260 000 parameters: 2 to 12 CPU seconds a row, 3 CPU minutes for its grid of 30 (measured); SmolLM2-135M, 32 tokens, 200 steps: about
+Cost     260 000 parameters: 0.5 to 15 CPU seconds a row, 2 CPU minutes for its grid of 30 (measured); SmolLM2-135M, 32 tokens, 200 steps: about
          2 CPU minutes a row (estimated from its 0.5 CPU seconds for 128 tokens forward).
 
     python experiments/gradmem_reconstruct.py --model DIR --text FILE [--slots 4 8 --tokens 32 --texts 2 --steps 600]     measure what has no row yet

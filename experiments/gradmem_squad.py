@@ -148,9 +148,10 @@ def scores(model: Pretrained, triples: list[Triple], prefix: Callable[[Triple], 
     }  # fmt: skip
 
 
-def measure(setting: Setting, dev: list[Triple], train: list[Triple], folder: Path, *, wanted: Callable[[str, int], bool]) -> list[Row]:
+def measure(
+    setting: Setting, model: Pretrained, dev: list[Triple], train: list[Triple], folder: Path, *, wanted: Callable[[str, int], bool]
+) -> list[Row]:
     """Rows of one memory, for every number of steps; or the two bounds."""
-    model = load_pretrained(setting.model, attention="graven")
     task, rows, cost = setting.spec().task, [], 0.0
 
     def behind(triple: Triple, *, shown: bool) -> Tensor:
@@ -266,8 +267,8 @@ def main() -> int:
 def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
     """What has no row yet."""
     train, dev = (read_triples(str(arguments.data / f"{part}.jsonl")) for part in ("train", "dev"))
-    counter = load_pretrained(arguments.model)
-    short = [triple for triple in dev if len(counter.encode(triple.context)) <= arguments.longest]
+    published = load_pretrained(arguments.model)
+    short = [triple for triple in dev if len(published.encode(triple.context)) <= arguments.longest]
     dev = [short[i] for i in torch.linspace(0, len(short) - 1, min(arguments.dev, len(short))).long().tolist()]
     common = {name: getattr(arguments, name) for name in ("triples", "slots", "longest", "batch", "rate", "seed", "device")}
     stamp = {"model": arguments.name or Path(arguments.model).name, "slots": arguments.slots, "dev": len(dev)}
@@ -280,7 +281,8 @@ def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
     for memory in arguments.memories:
         setting = Setting(memory=memory, data=str(arguments.data / "train.jsonl"), model=arguments.model, **common)
         seen = 0 if memory == "none" else arguments.triples
-        new = measure(setting, dev, train, arguments.runs / stamp["model"], wanted=partial(wanted, seen=seen))
+        model = published if memory == "none" else load_pretrained(arguments.model, attention="graven")  # an adapter changes it
+        new = measure(setting, model, dev, train, arguments.runs / stamp["model"], wanted=partial(wanted, seen=seen))
         rows += [stamp | row for row in new]
         if arguments.scale == "full":
             write_lines(PLACE, rows)

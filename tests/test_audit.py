@@ -174,9 +174,9 @@ def test_scores_are_0_for_a_construction_and_not_for_another_attention(randn):
 
 @pytest.fixture(scope="module")
 def trained():
-    """Three layers of 16 hidden neurons and 16 outputs, with teachers whose forms are well conditioned, after 1500 steps each."""
+    """Two layers of 16 hidden neurons and 16 outputs, with teachers whose forms are well conditioned, after 1500 steps each."""
     pairs = []
-    for seed in range(3):
+    for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         teacher = next(t for t in iter(lambda: Teacher.random(dimension=2, generator=generator, length=16), None) if t.ranks.smallest > 0.15)  # noqa: B023
         layer = GatedRNN(GatedRNNSpec(width=2, hidden=16, output_gates=16), generator=generator)
@@ -185,7 +185,7 @@ def trained():
     return pairs
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_trained_layer_is_identified(seed, trained):
     layer, teacher = trained[seed]
     report = explain(layer, teacher, length=16)

@@ -34,8 +34,8 @@ def test_a_few_shot_prompt_is_measured_for_every_row_of_the_grid(tmp_path, monke
     rows = [row for name in ("topic", "question") for row in module.measure(module.tiny(), "tiny", name, slots=8, at=[1, 2], seed=0)]
     assert [(row["steps"], row["of"], len(row["losses"])) for row in rows] == [(1, 2, 1), (2, 2, 2)] * 2
     assert all(row["held_out"]["kl"] >= 0 and row["no_prompt"]["kl"] >= 0 for row in rows)
-    assert drawn(module, rows, tmp_path / "p.png")
-    lines = module.verdict([{**rows[1], "steps": 60}, {**rows[3], "steps": 60}])
+    assert drawn(module, [{**row, "of": 60} for row in rows], tmp_path / "p.png")
+    lines = module.verdict([{**row, "steps": 60, "of": 60} for row in (rows[1], rows[3])])
     assert [line.split()[0] in ("holds", "FAILS") for line in lines] == [True] * 3
     assert "tiny, topic, seed 0 (the recipe was chosen on it)" in lines[1]
     assert lines[2].endswith("of 1 hold")

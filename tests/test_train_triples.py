@@ -172,7 +172,8 @@ def test_answers_are_learned_through_the_write_and_not_without_one(place):
     for name, steps, length in (("written", 1, 60), ("not written", 0, 20)):
         spec = spec_of(
             place, adapter=None, memory=GradMemSpec(slots=4, steps=1, rule=SGD(rate=1.0)),
-            optimizer=Optimizer(rate=1e-2, batch=16, micro_batch=16, warm_up=5), stage=(Stage(steps=(steps,), at_most=length),), checkpoint_every=1000,
+            optimizer=Optimizer(rate=1e-2, batch=16, micro_batch=16, warm_up=5),
+            stage=(Stage(steps=(steps,), at_most=length),), checkpoint_every=1000,
         )  # fmt: skip
         train_triples(spec, place / name)
         ends[name] = sum(row["loss"] for row in read_lines(place / name / "curve.jsonl")[-5:]) / 5

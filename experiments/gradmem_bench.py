@@ -79,6 +79,11 @@ def gradmem(steps: int, *, slots: int = 4, **settings: Any) -> GradMemSpec:
     return GradMemSpec(slots=slots, steps=steps, write_head=True, start=0.02, keep=8, **settings)
 
 
+def prefix(steps: int, *, slots: int = 1) -> PrefixSpec:
+    """At rates of 1 it stays at chance, at 10 it reaches 38 %, at 40 79 %, at 150 67 % (four pairs, one seed, scale small)."""
+    return PrefixSpec(slots=slots, steps=steps, write_head=True, keep=8, rate_keys=40.0, rate_values=40.0, start=0.1)
+
+
 def recurrent(mixer: Mixer, **settings: Any) -> Entry:
     return Entry(spec=RecurrentSpec(mixer=mixer), **settings)
 
@@ -94,14 +99,14 @@ MEMORIES: dict[str, Entry] = {
     "RMT, 4 times the compute": Entry(spec=RMTSpec(slots=4), times=4.0),
     "RMT, 2 writes": Entry(spec=RMTSpec(slots=4, steps=2)),
     "ARMT": Entry(spec=ARMTSpec(slots=4, features=2, order=1, segment=5)),
-    "prefix K=2": Entry(spec=PrefixSpec(slots=1, steps=2, write_head=True, keep=8)),
+    "prefix K=2": Entry(spec=prefix(2)),
     "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=4, value_width=4, convolution=1)),
     "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, heads=4, key_value_heads=4, key_width=4, value_width=4)),
     "Mamba": recurrent(
         MambaSpec(width=WIDTH, inner=32, memory=1, step_rank=2, convolution=2), model={"heads": 1, "key_value_heads": 1, "hidden": 32}
     ),
     "Mamba-2": recurrent(Mamba2Spec(width=WIDTH, inner=32, heads=4, groups=1, memory=2, convolution=1), model={"key_value_heads": 1, "hidden": 32}),
-    "TTT-Linear": recurrent(TTTSpec(width=WIDTH, heads=8, batch=4, convolution=0), model={"heads": 8, "key_value_heads": 8}),
+    "TTT-Linear": recurrent(TTTSpec(width=WIDTH, heads=4, batch=16), rate=1e-2),
     "LaCT": recurrent(
         LaCTSpec(width=WIDTH, heads=8, hidden=4, chunk=4, window=4, momentum=False, rate=0.1), model={"heads": 8, "key_value_heads": 8}
     ),

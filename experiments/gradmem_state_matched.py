@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from gradmem_bench import FIGURES, ROWS, STAGES, WIDTH, Entry, Row, gradmem, recurrent, resumed, spread
+from gradmem_bench import FIGURES, ROWS, STAGES, WIDTH, Entry, Row, gradmem, prefix, recurrent, resumed, spread
 
 from graven.layers.delta_net import DeltaNetSpec
 from graven.layers.gated_linear import GatedLinearAttentionSpec
@@ -26,7 +26,6 @@ from graven.layers.mamba2 import Mamba2Spec
 from graven.layers.ttt import TTTSpec
 from graven.memory.associative import ARMTSpec
 from graven.memory.forward import RMTSpec
-from graven.memory.prefix import PrefixSpec
 from graven.report import figure, read_lines, table
 
 PLACES = {scale: ROWS / f"gradmem_state_matched_{scale}.jsonl" for scale in STAGES}
@@ -41,7 +40,7 @@ def matched(scale: int) -> dict[str, Entry]:
         "GradMem K=2": Entry(spec=gradmem(2, slots=8 * scale)),
         "RMT": Entry(spec=RMTSpec(slots=8 * scale)),
         "ARMT": Entry(spec=ARMTSpec(slots=4, features=2 * scale, order=1, segment=5)),
-        "prefix K=2": Entry(spec=PrefixSpec(slots=2 * scale, steps=2, write_head=True, keep=8)),
+        "prefix K=2": Entry(spec=prefix(2, slots=2 * scale)),
         "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=8 * scale - 2, value_width=4, convolution=1), model=wide),
         "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, heads=4, key_value_heads=4, key_width=8 * scale - 2, value_width=4), model=wide),
         "Mamba": recurrent(

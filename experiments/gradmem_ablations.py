@@ -74,12 +74,12 @@ def mean(values: list[float]) -> float:
 def report(rows: list[Row]) -> str:
     """One line a cell."""
     unit = flops(rows, "plain, K = 1")
-    lines = ["| run | exact match, % | FLOPs of a write, plain steps | worth, plain steps | training steps | CPU s |", "|---|---|---|---|---|---|"]
+    lines = ["| run | seeds | exact match, % | FLOPs of a write, plain steps | worth, plain steps | training steps | CPU s |", "|---|---|---|---|---|---|---|"]
     for name in CELLS:
         own = [row for row in rows if row["cell"] == name and row["evaluated"] == 0]
         steps, seconds = (mean([row["trained"][key] for row in own]) for key in ("steps", "cpu_seconds"))
         values, cost = spread(exact(rows, name, trained(name))), flops(rows, name) / unit
-        lines.append(f"| {name} | {values} | {cost:.2f} | {worth(rows, name):.1f} | {steps:.0f} | {seconds:.1f} |")
+        lines.append(f"| {name} | {len(own)} | {values} | {cost:.2f} | {worth(rows, name):.1f} | {steps:.0f} | {seconds:.1f} |")
     return "\n".join(lines)
 
 

@@ -2,11 +2,12 @@
 
 Claim    At the same bytes a memory that is written by gradient steps through which training sees holds more pairs than one written by forward
          passes; repeated forward writes add little; without the second derivative hardly anything is learned. The KV cache is the upper bound.
-Differs  --scale small is the model of gradmem_bench.py: two layers instead of four, width 32, four vectors, one-letter keys and values, and a
-         convolution on the embeddings. Compute is the CPU time of 140 training steps of GradMem K = 2 for every memory (`steps` and `cpu_seconds`
-         are in each row), 280 with eight pairs at --scale medium; RMT has a second row with four times as much. --scale paper is the paper's
-         model, task and grid, without a convolution; every memory takes the same number of training steps there.
-Cost     --scale small: COST_SMALL.  --scale medium: about three times that.  --scale paper: see `--estimate`; COST_PAPER.
+Differs  --scale small and medium are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on the
+         embeddings; four vectors; four or eight pairs, after a curriculum of fewer. Compute is the CPU time of 160 or 400 training steps of
+         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); RMT has a second row with four times as much. --scale paper is
+         the paper's model, task and grid, without a convolution; every memory takes the same number of training steps there.
+Cost     --scale small: about 20 CPU seconds a memory and seed on a busy core.  --scale medium: three times that (estimated).  --scale paper:
+         see `--estimate`.
 
     python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
     python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --train-steps 200     go on with one cell for so many steps
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradmem_bench import FIGURES, MEMORIES, ROWS, STAGES, Row, gradmem, resumed, spread
+from gradmem_bench import FIGURES, MEMORIES, ROWS, SCALES, Row, gradmem, resumed, spread
 
 from graven.cost import cost_of
 from graven.layers.decoder import DecoderSpec
@@ -40,7 +41,7 @@ from graven.tasks.retrieval import Retrieval
 from graven.train import Optimizer, Stage, TrainSpec, load_trained, longest, train
 
 SEEDS = (0, 1, 2)
-PLACES = {scale: ROWS / f"gradmem_table1_{scale}.jsonl" for scale in (*STAGES, "paper")}
+PLACES = {scale: ROWS / f"gradmem_table1_{scale}.jsonl" for scale in (*SCALES, "paper")}
 RUNS = Path("runs") / "gradmem_table1"
 GRID = (4, 8, 16, 32, 64, 96)
 # per cent by pairs; the paper's table 1, means of three runs
@@ -203,11 +204,11 @@ def main() -> int:
         return 0
     if not arguments.report:
         chosen = {name: MEMORIES[name] for name in arguments.memory or MEMORIES}
-        place, stages = PLACES[arguments.scale], STAGES[arguments.scale]
-        found = {arguments.scale: resumed(chosen, place, seeds=arguments.seed, stages=stages, minutes=arguments.minutes)}
+        place = PLACES[arguments.scale]
+        found = {arguments.scale: resumed(chosen, place, seeds=arguments.seed, scale=arguments.scale, minutes=arguments.minutes)}
     else:
         found = {scale: read_lines(place) for scale, place in PLACES.items() if place.exists()}
-        draw([row for scale in STAGES for row in found.get(scale, []) if row["pairs"] == STAGES[scale][-1][0]], FIGURES / "gradmem_table1.png")
+        draw([row for scale in SCALES for row in found.get(scale, [])], FIGURES / "gradmem_table1.png")
     for scale, rows in found.items():
         report(rows, scale)
         print("\n".join(verdict(rows)))

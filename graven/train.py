@@ -71,8 +71,8 @@ class TrainSpec:
             )
         check_run(self)
         if any(bool(stage.steps) != takes_steps(self.memory) for stage in self.stage):
-            needs = "needs `steps`" if takes_steps(self.memory) else "has `steps`, and its write takes none: leave them out of"
-            raise SpecError(f'a memory of kind "{self.memory.kind}" {needs} in every [[stage]].')
+            says = "is written in steps; give `steps` in" if takes_steps(self.memory) else "is not written in steps; leave `steps` out of"
+            raise SpecError(f'a memory of kind "{self.memory.kind}" {says} every [[stage]].')
         most = max(max(stage.pairs) for stage in self.stage)
         if isinstance(self.task, Retrieval | Phonebook) and most > self.task.keys:
             raise SpecError(f"a stage has {most} `pairs` and the task {self.task.keys} different keys; lower `pairs` or raise `key_length`.")

@@ -109,7 +109,6 @@ MEMORIES = {
     "cache": Case(parts=True, grows=True, make=lambda: KVCache(small(), seed=3)),
     "ARMT": Case(make=lambda: drawn(ARMT(small(), ARMTSpec(slots=2, features=6, segment=4), seed=3))),
     "prefix": Case(steps=True, make=lambda: Prefix(small(), PrefixSpec(slots=4, steps=2, frozen=1, write_head=True), seed=3)),
-    "prefix, first order": Case(steps=True, make=lambda: Prefix(small(), PrefixSpec(slots=4, steps=2, order="first"), seed=3)),
     "DeltaNet": Case(parts=True, make=recurrent(DELTA)),
     "Gated DeltaNet, convolution": Case(parts=True, make=recurrent(GATED_DELTA, convolution=3)),
     "gated linear attention": Case(parts=True, make=recurrent(GLA, convolution=3, key_value_heads=2)),

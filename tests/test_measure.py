@@ -11,6 +11,8 @@ from graven.errors import SpecError
 from graven.layers.decoder import DecoderSpec
 from graven.lm.small import Small
 from graven.measure import CONTEXTS_AT_ONCE, exact_match, read_episode, right
+from graven.memory.cache import KVCache
+from graven.memory.forward import RMT, RMTSpec
 from graven.memory.gradient import SGD, Adam, GradMem, GradMemSpec
 from graven.tasks.base import Tokens
 from graven.tasks.retrieval import Retrieval
@@ -81,6 +83,15 @@ def test_rows_equal_a_count_by_hand(memory):
         assert (row.pairs, row.seed, row.contexts) == (pairs, seed, contexts)
     assert len({row.write_loss for row in rows}) == 3
     assert any(0 < row.exact_match < 1 for row in rows)
+
+
+def test_a_memory_that_takes_no_steps_gives_one_row_and_forward_writes_begin_anew(memory):
+    model = memory.model
+    (row,) = exact_match(KVCache(model), TASK, pairs=2, contexts=12, seed=1)
+    assert (row.steps, row.write_loss, row.value_loss) == (None, None, None)
+    rmt = RMT(model, RMTSpec(slots=2))
+    both, one, two = (list(exact_match(rmt, TASK, pairs=2, steps=steps, contexts=12, seed=1)) for steps in ([1, 2], [1], [2]))
+    assert both == one + two
 
 
 def is_right(memory, state, query, target):

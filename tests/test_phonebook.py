@@ -3,6 +3,8 @@
 import pytest
 
 from graven.errors import SpecError, TextError
+from graven.measure import exact_match
+from graven.model import load
 from graven.tasks.phonebook import CHARACTERS, Phonebook
 
 BOOK = Phonebook()
@@ -128,3 +130,50 @@ def test_a_query_that_is_no_name_is_refused():
 
 def test_a_context_is_the_text_between_line_breaks():
     assert BOOK.lines_of(BOOK.context_of([("anna", "5550"), ("bob", "0123")])) == "anna:5550\nbob:0123"
+
+
+# The shipped checkpoint
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load("phonebook")
+
+
+BOOK_TEXT = "Alice: 555012\nBob: 4711\nannabel : 90210\nCharlie:123\ndora: 31415\n"
+
+
+def test_eight_entries_pass_the_gate_on_fresh_contexts(model):
+    (row,) = exact_match(model.memory, Phonebook(), pairs=8, steps=[model.memory.spec.steps], contexts=25, seed=1)
+    assert row.exact_match >= 0.95
+
+
+def test_a_book_is_written_and_asked_as_people_type_it(model):
+    memory = model.write(BOOK_TEXT)
+    answers = model.ask_many(memory, ["alice", "BOB", " Annabel: ", "charlie", "Dora"])
+    assert [answer.text for answer in answers] == ["555012", "4711", "90210", "123", "31415"]
+    assert all(answer.known for answer in answers)
+    assert memory.about.records == memory.about.answered == 5
+    assert not model.ask(memory, "Zoe").known
+
+
+def test_a_longer_book_is_cut_into_pages(model):
+    memory = model.write(
+        "\n".join(f"{name}: {number}" for name, number in zip(["ann", "ben", "cleo"] + [f"{c}oe" for c in "dfghijk"], range(100, 110), strict=True))
+    )
+    assert [len(page.keys) for page in memory.about.pages] == [5, 5]
+    assert model.ask(memory, "doe").page == 0
+    assert model.ask(memory, "koe").page == 1
+
+
+def test_a_book_is_verified_against_its_text(model):
+    memory = model.write(BOOK_TEXT)
+    assert model.verify(memory, BOOK_TEXT).answered == 5
+    with pytest.raises(TextError, match="is another"):
+        model.verify(memory, BOOK_TEXT.replace("4711", "4712"))
+
+
+def test_what_a_book_recites_is_said_to_be_inexact_where_it_is(model):
+    recital = model.recite(model.write("alice: 555012"))
+    assert not recital.exact
+    assert recital.tokens == len("\nalice:555012\n")

@@ -35,7 +35,7 @@ def test_every_mixer_has_its_row_of_laws():
 
 
 def test_token_by_token_is_the_same_as_all_at_once_in_state_and_in_gradient(memory, generator):
-    tokens, state = ids(generator, 2, 9), memory.start(2)
+    tokens, state = ids(generator, 2, 5), memory.start(2)
     for token in tokens.split(1, 1):
         state = memory.write(state, Tokens.full(token))
     whole = memory.write(memory.start(2), Tokens.full(tokens))

@@ -15,8 +15,12 @@ from safetensors.torch import load_file
 from graven.errors import GravenError, ModelError, OutputError, SpecError
 from graven.layers.decoder import DecoderSpec
 from graven.measure import exact_match
+from graven.memory.cache import CacheSpec
+from graven.memory.forward import RMTSpec
 from graven.memory.gradient import SGD, GradMemSpec
+from graven.models.records import RecordsModel
 from graven.report import read_lines
+from graven.settings import build
 from graven.tasks.retrieval import Retrieval
 from graven.train import Optimizer, Stage, TrainSpec, load_trained, new_memory, read_spec, train
 
@@ -205,6 +209,36 @@ def test_a_run_that_was_killed_at_any_moment_resumes_to_the_same_bits(tmp_path, 
     train(spec, folder, resume=True)
     assert bits(folder) == bits(tmp_path / "whole")
     assert curve(folder) == curve(tmp_path / "whole")
+
+
+# Other memories
+
+
+@pytest.mark.parametrize("memory", [RMTSpec(slots=2, steps=2), CacheSpec()], ids=lambda memory: memory.kind)
+def test_a_memory_of_any_kind_trains_and_loads_and_resumes_to_the_same_bits(memory, tmp_path):
+    steps = {"steps": ()} if memory == CacheSpec() else {}
+    stages = tuple(dataclasses.replace(stage, at_most=2, decay_over=0, **steps) for stage in TINY.stage)
+    spec = dataclasses.replace(TINY, memory=memory, stage=stages)
+    (tmp_path / "spec.json").write_text(json.dumps(dataclasses.asdict(spec)))
+    assert build(TrainSpec, json.loads((tmp_path / "spec.json").read_text()), where="spec") == spec
+    train(spec, tmp_path / "whole")
+    train(spec, tmp_path / "stopped", stop_after=3)
+    assert train(spec, tmp_path / "stopped", resume=True) is not None
+    assert bits(tmp_path / "stopped") == bits(tmp_path / "whole")
+    trained = load_trained(tmp_path / "whole", name="tiny")
+    start = new_memory(spec, name="tiny").state_dict()
+    assert trained.spec == spec
+    assert [name for name, value in trained.memory.state_dict().items() if torch.equal(value, start[name])] == []
+    assert refusal(ModelError, lambda: RecordsModel(trained)).startswith(f'this checkpoint is a memory of kind "{memory.kind}"; records are written')
+
+
+def test_a_spec_without_a_kind_is_gradmem_and_one_with_it_what_it_names(tmp_path):
+    (tmp_path / "spec.toml").write_text(TOML[: TOML.index("[memory]")] + '[memory]\nkind = "rmt"\nslots = 2\n' + TOML[TOML.index("[optimizer]") :])
+    assert read_spec(tmp_path / "spec.toml") == dataclasses.replace(TINY, memory=RMTSpec(slots=2))
+    assert refusal(SpecError, lambda: dataclasses.replace(TINY, memory=CacheSpec())) == (
+        'a memory of kind "cache" is not written in steps; leave `steps` out of every [[stage]].'
+    )
+    assert refusal(SpecError, lambda: with_stage(steps=())) == 'a memory of kind "gradmem" is written in steps; give `steps` in every [[stage]].'
 
 
 # Refusals

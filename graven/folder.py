@@ -33,6 +33,7 @@ SUFFIX = ".graven"
 APPLICATION = 0x6772766E  # "grvn": whose file it is
 FORMAT = 1
 SATURATION, LENGTH = 1.2, 0.75  # k1 and b of BM25, as they are usually set
+BEGINNING = 5  # letters
 WAIT = 60.0  # seconds for another process to be done with the file
 
 SCHEMA = """
@@ -61,18 +62,19 @@ class Picked:
     next: str | None = None
 
 
-def words(text: str) -> list[str]:
-    """Words of a text, letter case and compatibility forms aside.
+def pieces(text: str) -> list[str]:
+    """Words of a text, letter case and compatibility forms aside, and the beginnings of long ones, which inflected words share.
 
-    >>> words("The dog's CAFÉ, ﬁne.")
-    ['the', 'dog', 's', 'café', 'fine']
+    >>> pieces("The CAFÉ's ﬁre, burning.")
+    ['the', 'café', 's', 'fire', 'burning', 'burni']
     """
-    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    words = re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
+    return [piece for word in words for piece in dict.fromkeys((word, word[:BEGINNING]))]
 
 
 def bag(text: str) -> Counter[int]:
-    """Hashed words of a text and their counts."""
-    return Counter(_hash(word) for word in words(text))
+    """Hashed pieces of a text and their counts."""
+    return Counter(_hash(piece) for piece in pieces(text))
 
 
 def bag_of_keys(memory: Memory) -> Counter[int]:
@@ -81,7 +83,7 @@ def bag_of_keys(memory: Memory) -> Counter[int]:
 
 
 def bag_of_question(question: str) -> Counter[int]:
-    """Its words, and its key should it be one."""
+    """Its pieces, and its key should it be one."""
     return bag(question) + Counter([_hash(f"#{key_hash(question.strip().removeprefix('?!').removesuffix(':'))}")])
 
 

@@ -20,14 +20,17 @@ from graven.fidelity import beside, same_text
 from graven.lm.base import Continuation, LanguageModel, predictors
 from graven.lm.cached import Followed
 from graven.memory.file import About, Agreement, Memory, Quantization
+from graven.memory.gradient import Adam, GradMem, GradMemSpec
 from graven.memory.quantize import GROUP, check_bits, dequantize, quantize
-from graven.models.base import key_hash
+from graven.models.base import Model, key_hash
 from graven.models.records import RecordsModel
-from graven.models.text import TextModel
+from graven.models.text import TEXT_RATE, TextModel
 from graven.tasks.base import Tokens
 from graven.tasks.retrieval import Retrieval, alphabet_of
 
 SPOKEN = 16  # tokens that are compared where a memory is of no text that is known
+SETTLING = 0.1  # of the rate of a write: the vectors are there already
+EVERY = 5  # steps between two recitals
 MOST_KEYS = 1_000_000  # keys are found by trying all of them
 
 
@@ -52,7 +55,7 @@ class Said:
         return [(old.whole, new.whole) for old, new in zip(self.before[1], self.after[1], strict=True)]
 
 
-def quantized(memory: Memory, model: RecordsModel | TextModel, *, bits: int, group: int = GROUP, against: str | None = None) -> Memory:
+def quantized(memory: Memory, model: Model, *, bits: int, group: int = GROUP, against: str | None = None, steps: int = 0) -> Memory:
     """The memory in fewer bits; its file says what that changed.
 
     Args:
@@ -61,20 +64,51 @@ def quantized(memory: Memory, model: RecordsModel | TextModel, *, bits: int, gro
         bits: Of each number, 8 or 4.
         group: Numbers that share a scale of 16 bits.
         against: The text that was written; needed for records with many possible keys.
+        steps: Most steps that the vectors take, on what they recite, until the smaller memory recites it too; only where the text is recited exactly.
     Raises:
-        SpecError: The memory is quantized already, `bits` or `group` is out of range, or the text is needed.
+        SpecError: The memory is quantized already, a setting is out of range, the text is needed, or there is nothing exact to take steps on.
         TextError: The text is another one.
         MismatchError: The memory was written with another model.
     """
     if memory.about.quantization is not None:
         raise SpecError(f"this memory has {memory.about.quantization.bits} bits already; quantize the one that it was made from.")
+    if not isinstance(model, RecordsModel | TextModel):
+        raise SpecError(f"memories of kind {model.kind!r} are not quantized: what they lose by it cannot be measured yet.")
     check_bits(bits=bits, group=group, width=memory.state.shape[-1])
-    state = dequantize(*quantize(memory.state, bits=bits, group=group), bits=bits, group=group)
+    state = _smaller(memory.state, bits, group) if steps == 0 else settled(memory, model, bits=bits, group=group, steps=steps)
     said = compared(model, memory, Memory(state, memory.about), against=against)
     change = float((state - memory.state).norm() / memory.state.norm().clamp(min=torch.finfo(torch.float32).tiny))
     kept = agreement_of(model.memory.model if isinstance(model, RecordsModel) else model.model, said)
     about = replace(memory.about, version=About.version, quantization=Quantization(bits=bits, group=group, change=change, kept=kept))
     return Memory(state, _still(about, said))
+
+
+def settled(memory: Memory, model: RecordsModel | TextModel, *, bits: int, group: int, steps: int) -> Float[Tensor, "P M D"]:
+    """The smaller state after as few steps of Adam as make the model recite from it what it recites from the memory; the last one where none does.
+
+    A gradient is taken at the smaller state and moves the larger one, which is rounded anew.
+
+    Raises:
+        SpecError: `steps` is below 0, or the text is not recited exactly.
+    Source: ours; the gradient is the straight-through one of Bengio et al. 2013, arXiv:1308.3432.
+    """
+    about = memory.about
+    if steps < 0 or not isinstance(model, TextModel) or not about.tokens or about.recited < about.tokens:
+        raise SpecError(
+            f"`steps` is {steps} and the memory recites {about.recited} of {about.tokens} tokens; steps need a text that is recited exactly."
+        )
+    rule = Adam(rate=SETTLING * TEXT_RATE * model.model.embedding_scale)
+    gradmem = GradMem(model.model, GradMemSpec(slots=about.slots, steps=steps, rule=rule, order="none"), before=about.before)
+    lengths = [page.tokens for page in about.pages]
+    rows = gradmem.recite(memory.state, lengths)
+    context, state, moments = gradmem.prepare(memory.state, Tokens.of(rows)), memory.state, None
+    for taken in range(steps + 1):
+        small = _smaller(state, bits, group)
+        if taken == steps or (taken % EVERY == 0 and gradmem.recite(small, lengths) == rows):
+            break
+        step = gradmem.step(small, context, moments, taken=taken)
+        state, moments = state + (step.state - small), step.moments
+    return small
 
 
 def compared(model: RecordsModel | TextModel, before: Memory, after: Memory, *, against: str | None = None) -> list[Said]:
@@ -118,6 +152,10 @@ def held_keys(model: RecordsModel, memory: Memory, *, against: str | None = None
     if lacking:
         raise TextError(f"the text lacks {lacking} of the keys that were written; give the very text that this memory holds.")
     return [[hashes[held] for held in page.keys] for page in memory.about.pages]
+
+
+def _smaller(state: Float[Tensor, "P M D"], bits: int, group: int) -> Float[Tensor, "P M D"]:
+    return dequantize(*quantize(state, bits=bits, group=group), bits=bits, group=group)
 
 
 def agreement_of(model: LanguageModel, said: Sequence[Said]) -> Agreement:

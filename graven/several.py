@@ -8,7 +8,7 @@ both: on what the memory recites of the old text, which must be that text exactl
 A memory of records is not descended further: its model was trained to write from its own start. Its keys are known by their hashes and its values
 by asking, so `vectors` writes old and new records together, in as few pages as they take.
 
-Source: ours; tests/test_several.py, experiments/memory_append.py.
+Source: ours; tests/test_several.py.
 """
 
 from collections.abc import Sequence
@@ -301,27 +301,47 @@ def _merged_records(
 ) -> Changed:
     """Two memories of records in one; `wanted` are the true values of the second, where they are known."""
     both = join(one, other)  # refused before anything else is done
-    values = [values_of(model, memory) for memory in (one, other)]
+    values = [_said(model, one), _said(model, other, wanted)]
     if into == "vectors":
-        for memory, which in ((one, "the first memory"), (other, "the second memory")):
-            if memory.about.answered != memory.about.records:
-                raise SpecError(
-                    f"{which} answers {memory.about.answered} of its {memory.about.records} records, so what it says of the others is no record "
-                    "to write again; add the records as a page, or write all of them anew."
-                )
-        both = _records_written(model, "\n".join(f"{key}:{value}" for said in values for key, value in said.items()), settings)
-    after = values_of(model, both)
-    kept = [
-        Kept(
-            name=name,
-            tokens=memory.about.tokens,
-            queries=len(said),
-            same_answers=sum(after[key] == value for key, value in said.items()) / len(said),
-            answered=None if right is None else (_right(said, right), _right(after, right)),
+        both = _records_written(model, _lines(model, (one, other), values), settings)
+    kept = []
+    for name, memory, said, right in zip(names, (one, other), values, (None, wanted), strict=True):
+        after = {answer.query: answer.text for answer in model.ask_many(both, list(said))}
+        kept.append(
+            Kept(
+                name=name,
+                tokens=memory.about.tokens,
+                queries=len(said),
+                same_answers=sum(after[key] == value for key, value in said.items()) / len(said) if said else None,
+                answered=None if right is None else (_right(said, right), _right(after, right)),
+            )
         )
-        for name, memory, said, right in zip(names, (one, other), values, (None, wanted), strict=True)
-    ]
     return Changed(memory=both, kept=(kept[0], kept[1]))
+
+
+def _said(model: RecordsModel, memory: Memory, wanted: dict[str, str] | None = None) -> dict[str, str]:
+    """Keys and what they are answered with; none where there are too many possible keys to find those of the memory."""
+    if wanted is not None:
+        return {answer.query: answer.text for answer in model.ask_many(memory, list(wanted))}
+    try:
+        return values_of(model, memory)
+    except SpecError:
+        return {}
+
+
+def _lines(model: RecordsModel, memories: tuple[Memory, Memory], values: Sequence[dict[str, str]]) -> str:
+    """All records of two memories as text.
+
+    Raises:
+        SpecError: They are not known, or not all are answered right.
+    """
+    for memory, said, which in zip(memories, values, ("first", "second"), strict=True):
+        if len(said) != memory.about.records or memory.about.answered != memory.about.records:
+            raise SpecError(
+                f"the {which} memory has {memory.about.records} records, of which {len(said)} keys can be found and {memory.about.answered} are "
+                f"answered by {model.name}, so not all can be written again; add the records as a page, or write all of them anew."
+            )
+    return "\n".join(f"{key}:{value}" for said in values for key, value in said.items())
 
 
 def _right(said: dict[str, str], wanted: dict[str, str]) -> int:

@@ -1,7 +1,7 @@
 """The memory file, changed at random thousands of times: one sentence or a whole memory, at once, and no allocation larger than the file.
 
 Five kinds of change, drawn from a seed: bits, lengths, the length field, the container's header, and the metadata with the checksum made right again,
-so that what lies behind the checksum is reached too. GRAVEN_FUZZ=200000 makes so many changes; the suite makes 2500.
+so that what lies behind the checksum is reached too. GRAVEN_FUZZ=200000 makes so many changes; the suite makes 2000.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from graven.lm.base import digest
 from graven.memory.file import Agreement, Memory, Quantization
 from graven.memory.quantize import dequantize, quantize
 
-CHANGES = int(os.environ.get("GRAVEN_FUZZ", "2500"))
+CHANGES = int(os.environ.get("GRAVEN_FUZZ", "2000"))
 MOST_MESSAGE = 700  # characters
 MOST_SECONDS = 1.0  # CPU; a load takes a thousandth of it
 SLACK = 300_000  # bytes; Python's own objects for a header and a sentence

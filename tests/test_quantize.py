@@ -233,3 +233,28 @@ def test_too_many_possible_keys_need_the_text(records, monkeypatch):
     )
     assert quantized(memory, model, bits=8, against=RECORDS).about.quantization.kept.queries == 8
     assert_refused(TextError, "the text lacks 7 of the keys that were written", lambda: held_keys(model, memory, against="aB:7x"))
+
+
+def test_a_few_steps_make_a_coarse_memory_recite_again(words, monkeypatch):
+    monkeypatch.setattr("graven.memory.quantize.largest_code", lambda _: 2)  # five values a number
+    model, memory = words
+    plain, taken = (quantized(memory, model, bits=8, steps=steps) for steps in (0, 200))
+    assert plain.about.quantization.kept.exact == 0.0  # else nothing is shown
+    assert taken.about.quantization.kept.exact == 1.0
+    assert taken.about.recited == 6
+    assert model.recite(taken).exact
+
+
+def test_steps_are_not_taken_where_none_are_needed(words):
+    model, memory = words
+    plain, taken = (quantized(memory, model, bits=8, steps=steps) for steps in (0, 50))
+    assert bits(plain.state) == bits(taken.state)
+
+
+@pytest.mark.parametrize("steps", [-1, 5])
+@pytest.mark.parametrize("kind", ["records", "words"])
+def test_steps_need_a_text_that_is_recited_exactly(kind, steps, request):
+    model, memory = request.getfixturevalue(kind)
+    page = dataclasses.replace(memory.about.pages[0], recited=0)
+    unsure = Memory(memory.state, dataclasses.replace(memory.about, pages=(page,)))
+    assert_refused(SpecError, "steps need a text that is recited exactly", lambda: quantized(unsure, model, bits=8, steps=steps))

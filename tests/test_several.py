@@ -10,11 +10,14 @@ from asserts import assert_refused
 
 import graven
 from graven import cli
+from graven.engrave import engrave, hits_of
 from graven.errors import MismatchError, Outcome, SpecError, TextError
 from graven.memory.file import Memory
+from graven.memory.gradient import Adam, GradMem, GradMemSpec
 from graven.memory.several import difference, fork, join
 from graven.model import TextModel
-from graven.several import Settings, append, exact_rows, merge, recited, values_of
+from graven.several import Settings, append, exact_rows, merge, recited, same_answers, values_of
+from graven.tasks.base import Tokens
 
 OLD, NEW = "w5 w17 w3 w40 w41 w9", "w8 w60 w21 w30"
 QUIET = Settings(probes=0)
@@ -38,6 +41,11 @@ def new(model):
 @pytest.fixture(scope="module")
 def both(model, old, new):
     return merge(model, old, new, settings=QUIET)
+
+
+@pytest.fixture(scope="module")
+def taken(model, old):
+    return append(model, old, NEW, into="vectors", settings=QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +85,30 @@ def test_a_joined_memory_survives_a_file(both, tmp_path):
     assert torch.equal(loaded.state, both.memory.state)
 
 
-def test_answers_are_compared_with_those_of_before(model, old, new):
-    kept = merge(model, old, new, settings=Settings(probes=2)).kept
-    assert all(one.queries == 2 and 0 <= one.same_answers <= 1 for one in kept)
-    assert merge(model, old, new, settings=QUIET).kept[0].same_answers is None
+def test_answers_are_compared_with_those_of_before(model, both, old):
+    asked, same = same_answers(model, old, both.memory, model.model.encode(OLD), Settings(probes=1))
+    assert (asked, same in (0.0, 1.0)) == (1, True)
+    assert same_answers(model, old, old, model.model.encode(OLD), Settings(probes=1)) == (1, 1.0)
+    assert both.kept[0].same_answers is None  # nothing was asked
 
 
 # The same vectors
 
 
-def test_vectors_take_a_text_on_and_keep_their_number(model, old, new):
-    done = append(model, old, NEW, into="vectors", settings=QUIET)
-    assert done.memory.state.shape == old.state.shape
-    assert [kept.recited for kept in done.kept] == [(old.about.tokens,) * 2, (None, new.about.tokens)]
-    assert exact_rows(model, done.memory) == [model.model.encode(OLD) + model.model.encode(NEW)]
+def test_vectors_take_a_text_on_and_keep_their_number(model, old, new, taken):
+    assert taken.memory.state.shape == old.state.shape
+    assert [kept.recited for kept in taken.kept] == [(old.about.tokens,) * 2, (None, new.about.tokens)]
+    assert exact_rows(model, taken.memory) == [model.model.encode(OLD) + model.model.encode(NEW)]
+
+
+def test_descent_on_the_new_text_alone_forgets_the_old_one(model, old, new):
+    """Why it is not offered."""
+    memory = GradMem(model.model, GradMemSpec(slots=8, steps=300, rule=Adam(rate=0.3 * model.model.embedding_scale), order="none"))
+    memory.initial.data.copy_(old.state[0])
+    ids = [model.model.encode(text) for text in (OLD, NEW)]
+    done = engrave(memory, Tokens.of(ids[1:]), steps=300, until_exact=True)
+    assert done.recited == [new.about.tokens]
+    assert recited(hits_of(memory, done.state, ids[0]), 0, old.about.tokens) < old.about.tokens
 
 
 def test_only_the_last_page_takes_a_text_on(model, both, old, new):
@@ -111,9 +129,9 @@ def test_a_memory_that_does_not_hold_its_text_takes_no_other_on(model):
     assert_refused(SpecError, r"recites \d of the \d tokens of page 1", lambda: append(model, halfway, NEW, into="vectors", settings=QUIET))
 
 
-def test_merging_into_vectors_is_appending_what_the_second_recites(model, old, new):
+def test_merging_into_vectors_is_appending_what_the_second_recites(model, old, new, taken):
     one = merge(model, old, new, into="vectors", settings=QUIET)
-    assert torch.equal(one.memory.state, append(model, old, NEW, into="vectors", settings=QUIET).memory.state)
+    assert torch.equal(one.memory.state, taken.memory.state)
 
 
 def test_tokens_count_up_to_the_first_miss_of_the_page():
@@ -138,6 +156,15 @@ def test_records_written_together_take_the_vectors_of_one_page(records):
     done = merge(records, old, new, into="vectors")
     assert [len(page.keys) for page in done.memory.about.pages] == [12]
     assert values_of(records, done.memory) == dict(line.split(":") for line in text.split("\n"))
+
+
+def test_keys_that_cannot_be_found_leave_the_old_records_unmeasured(records, monkeypatch):
+    monkeypatch.setattr("graven.quantize.MOST_KEYS", 10)
+    old = records.write(lines(range(4)))
+    done = append(records, old, lines(range(4, 8)))
+    assert [(kept.queries, kept.same_answers) for kept in done.kept] == [(0, None), (4, 1.0)]
+    assert not done.kept[0].lost
+    assert_refused(SpecError, "of which 0 keys can be found", lambda: append(records, old, lines(range(4, 8)), into="vectors"))
 
 
 def test_a_key_that_is_there_already_is_refused(records):

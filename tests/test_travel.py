@@ -120,7 +120,7 @@ def test_a_quantized_memory_that_lost_something_exits_1(run, monkeypatch):
     code, out, err = run("quantize M/t.graven --bits 8 -o small.graven")
     assert code == 1
     assert "0 of 1 recitals are the same" in out
-    assert "not all recitals are the same as before" in err
+    assert "not all recitals are the same as before; give more --steps (100)" in err
 
 
 def test_the_doctor_prints_a_table_and_a_verdict(run):

@@ -220,7 +220,7 @@ def kept_line(kept: "Kept") -> str:
         parts.append(f"{kept.answered[1]} records answered right ({kept.answered[0]})")
     if kept.same_answers is not None:
         parts.append(f"{kept.same_answers:.0%} of {kept.queries} answers as before")
-    return f"{kept.name}: " + ", ".join(parts)
+    return f"{kept.name}: " + (", ".join(parts) or "not measured")
 
 
 def diff_lines(found: "Difference", *, names: tuple[str, str]) -> list[str]:

@@ -69,18 +69,20 @@ def quantize(
     bits: Annotated[int, typer.Option(metavar="B", help="Of each number, 8 or 4.")],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The memory file to write.")],
     against: Annotated[str | None, typer.Option(metavar="FILE", help="The text that was written, to measure with; few records need it.")] = None,
+    steps: Annotated[
+        int, typer.Option(metavar="K", help="Most steps on what is recited, until the smaller memory recites it too; for texts that are exact.")
+    ] = 0,
     model: ModelOption = None,
     json: JsonOption = False,
 ) -> int:
     """Write a memory in fewer bits and measure what that costs; exit 1 where something that it says changed."""
     from graven.memory.file import ensure_replaceable
-    from graven.model import RecordsModel, TextModel
     from graven.quantize import quantized
 
     ensure_replaceable(out)
     before, reader = open_memory(memory, model)
-    assert isinstance(reader, RecordsModel | TextModel)
-    after = quantized(before, reader, bits=bits, against=None if against is None else read_text(against))
+    text = None if against is None else read_text(against)
+    after = quantized(before, reader, bits=bits, against=text, steps=steps)
     after.save(out)
     how = after.about.quantization
     assert how is not None
@@ -93,5 +95,6 @@ def quantize(
     )
     show(facts, [line], as_json=json)
     if kept.exact != 1:
-        note(f"not all {what} are the same as before; keep the larger memory, or use 8 bits")
+        advice = "keep the larger memory, or use 8 bits" if after.about.kind == "records" else "give more --steps (100), or keep the larger memory"
+        note(f"not all {what} are the same as before; {advice}")
     return 0 if kept.exact == 1 else 1

@@ -45,10 +45,10 @@ def test_short_squad_is_measured_in_every_way_and_once(squad, tmp_path, capsys):
     rows = []
     module.run(settings, rows)
     assert [(row["memory"], row["steps"]) for row in rows] == [
-        ("closed book", 0), ("full context", 0), ("rmt", 1), ("gradmem", 1), ("gradmem", 2), ("gradmem", 5),
+        ("closed book", 0), ("full context", 0), ("rmt", 0), ("rmt", 1), ("gradmem", 0), ("gradmem", 1), ("gradmem", 2), ("gradmem", 5),
     ]  # fmt: skip
     assert all(0 <= row["exact_match"] <= 100 and row["loss"] > 0 for row in rows)
-    assert len({row["loss"] for row in rows}) == 6
+    assert len({row["loss"] for row in rows}) == 8
     before = list(rows)
     module.run(settings, rows)
     assert rows == before == module.read_lines(module.PLACE)

@@ -202,8 +202,9 @@ def spread(values: Sequence[float]) -> str:
     '60.0 +- 10.0'
     """
     mean = sum(values) / len(values)
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)) if len(values) > 1 else math.nan
-    return f"{100 * mean:.1f} +- {100 * deviation:.1f}"
+    if len(values) == 1:
+        return f"{100 * mean:.1f}, one seed"
+    return f"{100 * mean:.1f} +- {100 * math.sqrt(sum((x - mean) ** 2 for x in values) / (len(values) - 1)):.1f}"
 
 
 def relative_costs(entries: Mapping[str, Entry], *, rounds: int = 5) -> dict[str, float]:

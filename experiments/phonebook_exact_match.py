@@ -26,7 +26,7 @@ from graven.report import figure, read_lines, table, write_lines
 from graven.tasks.phonebook import Phonebook
 
 PAIRS, STEPS, SIMILAR = (4, 8, 12), (0, 1, 2, 3, 4, 6, 8, 10), (0.0, 0.5)
-CONTEXTS = {"small": 20, "full": 50}
+CONTEXTS = {"small": 20, "full": 30}
 GATE = 0.95
 
 

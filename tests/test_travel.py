@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from graven import cli
 from graven.memory.file import Memory
 
+pytestmark = pytest.mark.plain  # what the verbs call has its shapes checked in tests of its own
 WORDS = "w5 w17 w3 w40 w41 w9"
 
 

@@ -10,6 +10,7 @@ from graven.errors import ModelError
 from graven.lm.pretrained import Pretrained
 from graven.lm.probes import scale_inside
 
+pytestmark = pytest.mark.plain  # what the doctor calls has its shapes checked in test_lm.py, over the same models
 NEVER_ASKS = {"bloom": "cannot be set", "falcon": "cannot be set", "mpt": "cannot be set", "mamba": "never calls", "mamba2": "never calls"}
 NO_CACHE = {"mamba", "mamba2", "jamba", "lfm2"}
 FALCON_H1 = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "embedding_multiplier": 5.0}

@@ -1,4 +1,7 @@
-"""Memories in 8 and 4 bits: what the numbers become, what the file holds, and what it costs."""
+"""Memories in 8 and 4 bits: what the numbers become, what the file holds, and what it costs.
+
+Marked `plain` is what has its shapes checked elsewhere: trying all keys, and a write of hundreds of steps, take seconds where each call is checked.
+"""
 
 import dataclasses
 import json
@@ -151,6 +154,7 @@ def test_a_quantized_file_that_contradicts_itself_is_refused(fields, sentence, r
         Memory.load(place)
 
 
+@pytest.mark.plain
 def test_a_quantized_file_whose_codes_were_changed_is_refused(records, tmp_path):
     place = quantized(records[1], records[0], bits=8).save(tmp_path / "m")
     data = bytearray(place.read_bytes())
@@ -160,6 +164,7 @@ def test_a_quantized_file_whose_codes_were_changed_is_refused(records, tmp_path)
         Memory.load(place)
 
 
+@pytest.mark.plain
 def test_the_file_holds_codes_and_scales_and_says_what_it_cost(records, tmp_path):
     place = quantized(records[1], records[0], bits=4).save(tmp_path / "m")
     with safe_open(place, "pt") as file:
@@ -172,6 +177,7 @@ def test_the_file_holds_codes_and_scales_and_says_what_it_cost(records, tmp_path
 # What it costs
 
 
+@pytest.mark.plain
 def test_every_key_is_found_and_asked(records):
     model, memory = records
     assert sorted(held_keys(model, memory)[0]) == sorted(line.split(":")[0] for line in RECORDS.split())
@@ -185,6 +191,7 @@ def test_eight_bits_cost_the_records_nothing(records):
     assert [a.text for a in model.ask_many(small, ["aB", "Gr"])] == ["7x", "aV"]
 
 
+@pytest.mark.plain
 def test_eight_bits_leave_a_short_text_exact(words):
     model, memory = words
     small = quantized(memory, model, bits=8)
@@ -193,6 +200,7 @@ def test_eight_bits_leave_a_short_text_exact(words):
     assert 0 < small.about.quantization.change < 0.01
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("kind", ["records", "words"])
 def test_damage_is_seen(kind, request):
     model, memory = request.getfixturevalue(kind)
@@ -202,6 +210,7 @@ def test_damage_is_seen(kind, request):
     assert kept.kl > 0.1
 
 
+@pytest.mark.plain
 def test_a_coarse_memory_says_what_it_still_recites(words):
     model, memory = words
     small = quantized(memory, model, bits=4, group=32)
@@ -210,12 +219,14 @@ def test_a_coarse_memory_says_what_it_still_recites(words):
     assert small.about.recited == common
 
 
+@pytest.mark.plain
 def test_a_memory_is_quantized_once(records):
     model, memory = records
     with pytest.raises(SpecError, match="this memory has 8 bits already"):
         quantized(quantized(memory, model, bits=8), model, bits=4)
 
 
+@pytest.mark.plain
 def test_with_the_text_what_is_recited_is_held_against_it(words):
     model, memory = words
     wrong = dataclasses.replace(memory.about.pages[0], recited=2)  # as if the write had ended early
@@ -225,6 +236,7 @@ def test_with_the_text_what_is_recited_is_held_against_it(words):
     assert_refused(TextError, "page 1 of 1 of the text is another", lambda: quantized(memory, model, bits=8, against="w1 w2 w3 w4 w5 w6"))
 
 
+@pytest.mark.plain
 def test_too_many_possible_keys_need_the_text(records, monkeypatch):
     monkeypatch.setattr("graven.quantize.MOST_KEYS", 100)
     model, memory = records
@@ -235,6 +247,7 @@ def test_too_many_possible_keys_need_the_text(records, monkeypatch):
     assert_refused(TextError, "the text lacks 7 of the keys that were written", lambda: held_keys(model, memory, against="aB:7x"))
 
 
+@pytest.mark.plain
 def test_a_few_steps_make_a_coarse_memory_recite_again(words, monkeypatch):
     monkeypatch.setattr("graven.memory.quantize.largest_code", lambda _: 2)  # five values a number
     model, memory = words
@@ -245,12 +258,14 @@ def test_a_few_steps_make_a_coarse_memory_recite_again(words, monkeypatch):
     assert model.recite(taken).exact
 
 
+@pytest.mark.plain
 def test_steps_are_not_taken_where_none_are_needed(words):
     model, memory = words
     plain, taken = (quantized(memory, model, bits=8, steps=steps) for steps in (0, 50))
     assert bits(plain.state) == bits(taken.state)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("steps", [-1, 5])
 @pytest.mark.parametrize("kind", ["records", "words"])
 def test_steps_need_a_text_that_is_recited_exactly(kind, steps, request):

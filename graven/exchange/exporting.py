@@ -67,7 +67,10 @@ def exported(
     if memory.about.kind == "records":
         raise SpecError(f"this memory holds records, which only the trained parts of {base} can read; texts of language models are exported.")
     if not isinstance(model, TextModel):
-        raise MismatchError(f"this memory was written with {base}, and {model.name} reads records only; name the right model with --model.")
+        raise MismatchError(
+            f"this memory was written with {base}, and {model.name} is no frozen language model; only memories of those are exported. Name the right "
+            "model with --model."
+        )
     if questions and to not in ASKED:
         raise SpecError(f"questions are given and {to} holds none; ask them where the adapter is loaded, or export to {', '.join(ASKED)}.")
     if max_tokens is not None and to not in BODIES:

@@ -3,7 +3,7 @@
 Claim    More vectors help, more steps help, and steps can stand in for vectors.
 Differs  The cell of gradmem_cell.py: four pairs of one letter of sixteen, width 32, one training length for all. The appendix is not in our copy,
          so there are no numbers of the paper to compare with.
-Cost     --scale small: 1 min on one CPU core.  --scale full: 10 min, resumable; --seed splits it.   (measured)
+Cost     --scale full: 12 cells of about 15 to 40 s and three seeds, resumable; estimated from gradmem_ablations.py, not yet run in full.
 
     python experiments/gradmem_memory.py                    train briefly and print
     python experiments/gradmem_memory.py --scale full       train; what has its rows already is passed over

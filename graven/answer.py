@@ -91,10 +91,11 @@ def rule_of(about: About) -> Rule:
 
     What stands in for a prompt is not recited, and an unsure answer behind it may be the prompt's own: only the gain counts there.
     """
-    weights = weights_of(about.objective)
-    recited = "distill" not in weights and about.losses
     missed, passed = ERRORS.get(about.objective, (None, None))
-    return Rule(gain=FOUND_GAIN, cost=FOUND_LOSS * about.losses[-1] / sum(weights.values()) if recited else None, missed=missed, passed=passed)
+    cost = None
+    if about.losses and "distill" not in about.objective:  # without losses nothing was descended here: an imported memory, or no step
+        cost = FOUND_LOSS * about.losses[-1] / sum(weights_of(about.objective).values())
+    return Rule(gain=FOUND_GAIN, cost=cost, missed=missed, passed=passed)
 
 
 def ask_pages(generate: Generate, prefixes: Float[Tensor, "P M D"], queries: Sequence[Sequence[int]], *, where: Sequence[int | None]) -> list[Found]:

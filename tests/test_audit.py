@@ -185,6 +185,7 @@ def trained():
     return pairs
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("seed", range(2))
 def test_a_trained_layer_is_identified(seed, trained):
     layer, teacher = trained[seed]
@@ -198,6 +199,7 @@ def test_a_trained_layer_is_identified(seed, trained):
     assert stages["fitted to what it read as it came"].relative_loss < 0.02
 
 
+@pytest.mark.plain
 def test_a_trained_layer_is_attention_by_itself_and_no_other_attention(trained, tmp_path):
     layer, _ = trained[0]
     own = explain(layer, length=16)

@@ -18,7 +18,7 @@ import zoo
 
 from graven import cli
 from graven.errors import Outcome
-from graven.memory.file import Memory
+from graven.memory.file import About, Memory
 from graven.report import read_lines
 
 RECORDS = "aB:7x\nc3:Qm\nZz:00\nhi:yo\nk9:Lp\nMe:mo\nry:42\nGr:aV\n"
@@ -327,7 +327,8 @@ def test_one_answer_is_printed_bare_and_several_with_their_queries(run, memory):
 def test_answers_for_machines(run, memory):
     code, facts, err = only_object(run("ask", memory, "aB", "Me", "--json"))
     assert (code, err) == (0, "")
-    assert list(facts) == ["answers"]
+    assert list(facts) == ["answers", "rule"]
+    assert facts["rule"] is None  # of records: a key is there or not
     assert [(a["query"], a["text"]) for a in facts["answers"]] == [("aB", "7x"), ("Me", "mo")]
     told = {"query", "text", "log_probability", "log_probability_without", "page", "known"}
     assert all(set(a) == told and a["known"] and -0.7 < a["log_probability"] < 0 for a in facts["answers"])
@@ -502,7 +503,7 @@ def test_inspect_shows_everything_and_needs_no_model(run, memory, text, monkeypa
     for name, kind, tokens in ((memory, "records", 56), (text, "text", 6)):
         code, out, err = run("inspect", name)
         assert (code, err) == (0, "")
-        assert out.startswith(f"kind            {kind}, format 2\n")
+        assert out.startswith(f"kind            {kind}, format {About.version}\n")
         assert out.endswith("A memory can reproduce its text by design: keep this file as you would keep the text.\n")
         loaded = Memory.load(name)
         code, facts, err = only_object(run("inspect", name, "--json"))

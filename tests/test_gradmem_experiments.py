@@ -52,6 +52,7 @@ def test_sorted_contexts_are_sorted_and_values_alone_can_count(cell, generator):
     assert cell.Cell().counted(episode) is None
 
 
+@pytest.mark.plain
 def test_every_ablation_is_trained_once_measured_and_judged(module, cell, tmp_path, monkeypatch):
     experiment, place = module("gradmem_ablations"), tmp_path / "rows.jsonl"
     monkeypatch.setattr(cell, "STEPS", {"small": 1})

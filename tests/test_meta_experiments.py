@@ -40,6 +40,7 @@ def squad(tmp_path_factory):
     return module, settings
 
 
+@pytest.mark.plain
 def test_short_squad_is_measured_in_every_way_and_once(squad, tmp_path, capsys):
     module, settings = squad
     rows = []

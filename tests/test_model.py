@@ -497,6 +497,7 @@ def stories():
     return load(STORIES_MODEL, slots=8)
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("story", [*(pytest.param(story, marks=pytest.mark.slow) for story in STORIES[:2]), *STORIES[2:]])
 def test_eight_slots_hold_a_story_of_about_61_tokens_exactly(story, stories):
     began = time.process_time()

@@ -25,6 +25,7 @@ def package_file():
     return found[0] if found else None
 
 
+@pytest.mark.plain
 @pytest.mark.skipif(not STORIES.is_dir(), reason="needs the model stories260K in ../shared/data")
 def test_a_small_trained_model_does_behind_a_memory_what_it_does_behind_a_story():
     model = graven.load(STORIES, slots=8)

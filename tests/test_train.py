@@ -194,6 +194,7 @@ train(read_spec(Path(sys.argv[1])), Path(sys.argv[2]), report=lambda row: print(
 """
 
 
+@pytest.mark.plain
 def test_a_run_that_was_killed_at_any_moment_resumes_to_the_same_bits(tmp_path, generator):
     long = TOML.replace("checkpoint_every = 4", "checkpoint_every = 1").replace("at_most = 6\n[[", "at_most = 12\n[[")
     (tmp_path / "spec.toml").write_text(long)
@@ -383,6 +384,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_in_one_line(damage, whole, tm
 # Learning
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(("order", "least", "most"), [("second", 0.55, 1.0), ("first", 0.0, 0.42)])
 def test_only_training_through_the_gradient_of_the_write_teaches_it_to_hold_four_pairs(order, least, most, tmp_path):
     """A guess among the four values is right in a little more than 1 of 4. Seen: 0.95, 0.67, 0.96 on three seeds, against 0.34, 0.32 on two."""

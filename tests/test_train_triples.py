@@ -166,6 +166,7 @@ def test_the_loss_is_that_of_each_answer_alone(place):
         assert bool(right[i]) == (logits.argmax(-1).tolist() == row.target)
 
 
+@pytest.mark.plain
 def test_answers_are_learned_through_the_write_and_not_without_one(place):
     """A guess among six answers costs ln 6 = 1.79 nats, half of it a token, because the end is sure."""
     ends = {}

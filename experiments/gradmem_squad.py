@@ -183,17 +183,30 @@ def measure(
     return rows
 
 
+def key_of(row: Row) -> tuple[Any, ...]:
+    """What a row is of; the published model has no rate."""
+    return (*(row[name] for name in KEY), row["rate"] if row["triples"] else None)
+
+
 def label(row: Row) -> str:
     """Of a row."""
     name = {"gradmem": "GradMem", "rmt": "RMT"}.get(row["memory"])
     return str(row["memory"]) if name is None else f"{name}, K = {row['steps']}"
 
 
+def trainings(rows: list[Row]) -> list[tuple[str, int, float, dict[str, Row]]]:
+    """Model, triples, rate and the rows of each training by label, those of the published model beside them."""
+    groups = sorted({(row["model"], row["triples"], row["rate"]) for row in rows if row["triples"]})
+    return [
+        (*group, {label(row): row for row in rows if row["model"] == group[0] and (not row["triples"] or (row["triples"], row["rate"]) == group[1:])})
+        for group in groups
+    ]
+
+
 def verdict(rows: list[Row]) -> list[str]:
-    """The claim in three parts, for the longest training of each model."""
+    """The claim in three parts, for each training."""
     lines = []
-    for model in sorted({row["model"] for row in rows}):
-        own = {label(row): row for row in sorted(rows, key=lambda row: row["triples"]) if row["model"] == model}
+    for model, triples, rate, own in trainings(rows):
         pairs = [("GradMem, K = 2", "GradMem, K = 0"), ("GradMem, K = 2", "RMT, K = 1"), ("GradMem, K = 5", "GradMem, K = 1")]
         for better, worse in pairs:
             if better in own and worse in own:
@@ -201,35 +214,33 @@ def verdict(rows: list[Row]) -> list[str]:
                 error = (a["standard_error"] ** 2 + b["standard_error"] ** 2) ** 0.5
                 word = "holds" if a["exact_match"] - b["exact_match"] > 2 * error else "FAILS"
                 lines.append(
-                    f"{word}   {model}: {better} {a['exact_match']:.1f} against {worse} {b['exact_match']:.1f} (+- {error:.1f}), "
-                    f"F1 {a['f1']:.1f} and {b['f1']:.1f}, loss {a['loss']:.2f} and {b['loss']:.2f} nats, {a['triples']} triples"
+                    f"{word}   {model}, {triples} triples at {rate:g}: {better} {a['exact_match']:.1f} against {worse} {b['exact_match']:.1f} "
+                    f"(+- {error:.1f}), F1 {a['f1']:.1f} and {b['f1']:.1f}, loss {a['loss']:.2f} and {b['loss']:.2f} nats"
                 )
     return lines
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Exact match and F1 of every way, for the longest training of each; one panel a model."""
-    models = sorted({row["model"] for row in rows})
-    with figure(path, width=4.6 * len(models), height=3.2, columns=len(models)) as panels:
-        for axes, model in zip(panels, models, strict=True):
-            own = {label(row): row for row in sorted(rows, key=lambda row: row["triples"]) if row["model"] == model}
+    """Loss of the right answer and F1 of every way; one panel a training."""
+    found = trainings(rows)
+    with figure(path, width=4.2 * len(found), height=3.2, columns=len(found)) as panels:
+        for axes, (model, triples, rate, own) in zip(panels, found, strict=True):
             trained = [f"{name}, K = {k}" for name, memory in (("RMT", "rmt"), ("GradMem", "gradmem")) for k in STEPS[memory]]
             names = [name for name in ("closed book", *trained, "full context") if name in own]
             at = torch.arange(len(names)).tolist()
-            errors = [own[name]["standard_error"] for name in names]
-            axes.barh([x + 0.2 for x in at], [own[name]["exact_match"] for name in names], xerr=errors, height=0.38, label="exact match")
-            axes.barh([x - 0.2 for x in at], [own[name]["f1"] for name in names], height=0.38, color="C2", label="F1")
-            axes.set_yticks(at, [f"{name} ({own[name]['triples']})" if own[name]["triples"] else name for name in names], fontsize=8)
-            axes.set(title=model, xlabel="%, on Short SQuAD (triples trained on)")
-            axes.legend(frameon=False)
+            axes.barh(at, [own[name]["loss"] for name in names], xerr=[own[name]["loss_standard_error"] for name in names], height=0.7)
+            axes.set_yticks(at, [f"{name} ({own[name]['f1']:.0f})" for name in names], fontsize=8)
+            axes.set(title=f"{model}, {triples} triples at {rate:g}", xlabel="loss of the right answer, nats (F1, %)")
 
 
 def report(rows: list[Row]) -> None:
     """Table and verdict."""
-    print("\n| memory | triples | CPU s of training | exact match, % | F1, % | loss, nats | model |\n|---|---|---|---|---|---|---|")
-    for row in rows:
+    heads = ("memory", "triples", "rate", "CPU s of training", "exact match, %", "F1, %", "loss, nats", "model")
+    print(f"\n| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for row in sorted(rows, key=lambda row: (row["model"], row["triples"], row["rate"])):
+        rate = row["rate"] if row["triples"] else "-"
         print(
-            f"| {label(row)} | {row['triples']} | {row['train_cpu_seconds']:.0f} | {row['exact_match']:.1f} +- {row['standard_error']:.1f} "
+            f"| {label(row)} | {row['triples']} | {rate} | {row['train_cpu_seconds']:.0f} | {row['exact_match']:.1f} +- {row['standard_error']:.1f} "
             f"| {row['f1']:.1f} | {row['loss']:.3f} +- {row['loss_standard_error']:.3f} | {row['model']} |"
         )
     print("\npaper, GPT-2, exact match: " + ", ".join(f"{name} {value}" for name, value in PAPER.items()))
@@ -277,10 +288,10 @@ def run(arguments: argparse.Namespace, rows: list[Row]) -> None:
     common = {name: getattr(arguments, name) for name in ("triples", "slots", "longest", "batch", "rate", "seed", "device")}
     stamp = {"model": arguments.name or Path(arguments.model).name, "slots": arguments.slots, "dev": len(dev)}
     stamp |= {name: common[name] for name in ("longest", "batch", "rate", "seed")} | {"torch": str(torch.__version__)}
-    done = {tuple(row[key] for key in KEY) for row in rows}
+    done = {key_of(row) for row in rows}
 
     def wanted(memory: str, steps: int, *, seen: int) -> bool:
-        return tuple((stamp | {"memory": memory, "steps": steps, "triples": seen})[key] for key in KEY) not in done
+        return key_of(stamp | {"memory": memory, "steps": steps, "triples": seen}) not in done
 
     for memory in arguments.memories:
         setting = Setting(memory=memory, data=str(arguments.data / "train.jsonl"), model=arguments.model, **common)

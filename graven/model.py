@@ -27,8 +27,8 @@ def load(name_or_path: str | Path, *, slots: int | None = None) -> Model:
     """A model by name or path.
 
     Args:
-        name_or_path: A shipped checkpoint (`records`, `phonebook`), the folder of a finished `graven train`, a Hugging Face model directory, a GGUF file, or
-            a hub id. A shipped name wins; write `./records` for a folder of that name.
+        name_or_path: A shipped checkpoint (`records`, `phonebook`), the folder of a finished `graven train`, a Hugging Face model directory, a GGUF
+            file, or a hub id. A shipped name wins; write `./records` for a folder of that name.
         slots: Memory vectors for each page of text, where the model lets one choose; from the length of the text where left out.
     Raises:
         ModelError: There is no such model, or it cannot be used behind a memory.

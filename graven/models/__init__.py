@@ -1,1 +1,1 @@
-"""The two kinds of model that write and answer; `graven.model.load` opens one."""
+"""The three kinds of model that write and answer; `graven.model.load` opens one."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from graven.tasks.queries import Query
 
 ModelOption = Annotated[
-    str | None, typer.Option("--model", metavar="M", help="`records`, `phonebook`, a `graven train` folder, a model directory, a GGUF file or a hub id.")
+    str | None,
+    typer.Option("--model", metavar="M", help="`records`, `phonebook`, a folder of `graven train`, a model directory, a .gguf or a hub id."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ProbesOption = Annotated[

@@ -21,6 +21,8 @@ from graven.lm.base import digest
 from graven.memory.file import Agreement, Memory, Quantization
 from graven.memory.quantize import dequantize, quantize
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 CHANGES = int(os.environ.get("GRAVEN_FUZZ", "2000"))
 MOST_MESSAGE = 700  # characters
 MOST_SECONDS = 1.0  # CPU; a load takes a thousandth of it

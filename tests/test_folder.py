@@ -19,6 +19,8 @@ from graven.folder import NAME, Index, bag, picked
 from graven.memory.file import Memory
 from graven.report import LEFT_BEHIND, sweep, write_atomically
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 TEXTS = {
     "dog": "The old dog Max sleeps under the kitchen table every afternoon.",
     "bridge": "The bridge over the river was built in 1887 by engineer Anna Holm.",

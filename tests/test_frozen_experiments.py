@@ -11,6 +11,8 @@ from graven.answer import Reader
 from graven.models.text import TextModel
 from graven.tasks.queries import Query
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 FOLDER = Path(__file__).parents[1] / "experiments"
 IDS = [5, 17, 3, 40, 41, 9, 60, 61, 62, 63, 30, 31]
 
@@ -56,7 +58,6 @@ def test_the_write_of_the_experiment_is_that_of_the_library(monkeypatch):
     assert row["losses"] == pytest.approx(found.engraved.losses, abs=1e-4)
 
 
-@pytest.mark.plain
 def test_every_objective_is_measured_in_every_way(tmp_path, monkeypatch):
     module = load("gradmem_objectives")
     monkeypatch.setattr(module, "QUERIES", 6)
@@ -69,7 +70,6 @@ def test_every_objective_is_measured_in_every_way(tmp_path, monkeypatch):
     assert len(module.verdict(rows)) == 3
 
 
-@pytest.mark.plain
 def test_answers_are_judged_by_the_text_and_by_the_rule_of_the_library(tmp_path, monkeypatch):
     module = load("gradmem_found")
     for name, value in ("STEPS", {"reconstruct": 60, "distill": 2}), ("QUERIES", 4), ("ANSWER", 2), ("PIECES", 2), ("PIECE", 2):

@@ -9,6 +9,8 @@ import pytest
 from graven.memory.base import size_of
 from graven.report import write_lines
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 

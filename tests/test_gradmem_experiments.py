@@ -10,6 +10,8 @@ import torch
 
 from graven.memory.gradient import SGD
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 SINGLE = 1e-4  # float32
 
@@ -52,7 +54,6 @@ def test_sorted_contexts_are_sorted_and_values_alone_can_count(cell, generator):
     assert cell.Cell().counted(episode) is None
 
 
-@pytest.mark.plain
 def test_every_ablation_is_trained_once_measured_and_judged(module, cell, tmp_path, monkeypatch):
     experiment, place = module("gradmem_ablations"), tmp_path / "rows.jsonl"
     monkeypatch.setattr(cell, "STEPS", {"small": 1})

@@ -26,6 +26,8 @@ from graven.train import train
 from graven.verbs.many import totals
 from graven.written import Wish
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 PORT = 20_000 + os.getpid() % 20_000
 forked = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

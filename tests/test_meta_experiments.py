@@ -12,6 +12,8 @@ import zoo
 from graven.tasks.base import Tokens
 from graven.train_triples import new_memory
 
+pytestmark = pytest.mark.plain  # long; the shapes of what runs here are checked by the tests of its parts
+
 FOLDER = Path(__file__).parents[1] / "experiments"
 
 
@@ -40,7 +42,6 @@ def squad(tmp_path_factory):
     return module, settings
 
 
-@pytest.mark.plain
 def test_short_squad_is_measured_in_every_way_and_once(squad, tmp_path, capsys):
     module, settings = squad
     rows = []

@@ -273,6 +273,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_a_memory_is_refused_in_one_line(case, llama, tmp_path):
     make, sentence = REFUSED[case]

@@ -121,6 +121,7 @@ def test_every_question_comes_once_before_any_comes_twice():
     assert len(drawn(asked, 7, Random(0))) == 7
 
 
+@pytest.mark.plain
 @pytest.mark.parametrize(
     ("settings", "message"), [({"kinds": ("chess",)}, "kind of story is 'chess'"), ({"kinds": ()}, "empty"), ({"queries": 0}, "below 1")]
 )

@@ -6,9 +6,12 @@ from random import Random
 import pytest
 import torch
 
-from graven.errors import SpecError, TextError
+from graven.errors import ModelError, SpecError, TextError
+from graven.model import load
+from graven.settings import build
 from graven.tasks.babi import Babi, batches, leaked, read_babi
 from graven.tasks.stories import END, KINDS, NUMBER, OPPOSITE, PLACES, VOCABULARY, Stories, Story, drawn, episode, text_of, tokens_of, told
+from graven.train import TrainSpec, train
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "babi"
 
@@ -186,3 +189,19 @@ def test_an_episode_pads_questions_of_unequal_length():
     batch = episode(stories, [[("where is mary ?", "garden")], [("where was the milk before the garden ?", "office")]])
     assert batch.query.mask.sum(-1).flatten().tolist() == [4, 8]
     assert batch.context.mask.sum(-1).tolist() == [6, 5]
+
+
+def test_a_memory_trains_on_stories_and_a_checkpoint_of_them_takes_no_records(tmp_path):
+    sizes = {"vocabulary": len(VOCABULARY), "width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 32, "convolution": 7}
+    table = {
+        "seed": 0,
+        "task": {"kind": "stories", "kinds": ["where"], "queries": 2},
+        "model": sizes,
+        "memory": {"slots": 2, "steps": 1},
+        "optimizer": {"batch": 2, "micro_batch": 2},
+        "stage": [{"pairs": [3], "steps": [1], "at_most": 2}],
+    }
+    trained = train(build(TrainSpec, table, where="spec"), tmp_path / "run")
+    assert trained.spec.task == Stories(kinds=("where",), queries=2)
+    with pytest.raises(ModelError, match='trained on "stories", which has no records'):
+        load(tmp_path / "run")

@@ -91,7 +91,7 @@ def write(
     probes: ProbesOption = None,
     json: JsonOption = False,
 ) -> int:
-    """Write a text into a memory file. With `records` (the default): one `key:value` a line."""
+    """Write a text into a memory file. With `records` (the default): one `key:value` a line; with `stories`: a story of its small world."""
     from graven.memory.file import ensure_replaceable
     from graven.tasks.queries import parse_prompts
     from graven.written import Wish, facts_of, lines_of, shortfalls, written
@@ -232,7 +232,7 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the unfinished run in that folder.")] = False,
     workers: Annotated[int, typer.Option(metavar="N", help="Micro-batches side by side, a core each; the result is the same.")] = 1,
 ) -> int:
-    """Meta-train a memory: of a small model on records, or of a language model on texts, questions and answers."""
+    """Meta-train a memory: of a small model on records or stories, or of a language model on texts, questions and answers."""
     import torch
 
     from graven.train import TrainSpec, longest
@@ -247,7 +247,7 @@ def train(
         run_training(
             settings, folder, resume=resume, workers=workers, note=note, report=lambda row: tick(row["step"] + 1, row["loss"], row["exact_match"])
         )
-    bench = isinstance(settings, TrainSpec) and (settings.memory.kind != "gradmem" or settings.task.kind in ("stories", "babi"))
+    bench = isinstance(settings, TrainSpec) and settings.memory.kind != "gradmem"
     say(f"checkpoint: {folder}" + ("" if bench else f"   use it with: graven write FILE --model {folder} -o OUT"))
     return 0
 
@@ -311,7 +311,7 @@ def inspect_lines(memory: "Memory") -> list[str]:
         f"loss            {about.losses[0]:.4f} -> {about.losses[-1]:.4f} nats a token" if about.losses else "loss            no step was taken",
         f"fidelity        recites {about.recited} of {about.tokens} tokens; teacher-forced accuracy {about.token_accuracy:.4f}",
         *([] if about.fidelity is None else [f"                {line}" for line in lines_of(about.fidelity)]),
-        *([] if about.answered is None else [f"answers         {about.answered} of {records_in(memory)} records"]),
+        *([] if about.answered is None else [f"answers         {about.answered} of {records_in(memory)} queries"]),
         *([] if about.quantization is None else [f"quantized       {quantized_line(about.quantization)}"]),
         f"outcome         {Outcome[about.outcome].value}",
         f"content hash    {memory.content_hash}",

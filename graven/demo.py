@@ -11,6 +11,7 @@ from graven.measure import read_episode, right
 from graven.model import RecordsModel
 from graven.report import figure
 from graven.tasks.base import Episode
+from graven.tasks.retrieval import Retrieval
 
 RECORDS = (
     "aB:7x", "c3:Qm", "Zz:00", "hi:yo", "k9:Lp", "Me:mo", "ry:42", "Gr:aV", "eN:in", "so:ul", "TT:tt", "1a:b2", "xY:9W", "up:dn", "No:ah", "q0:Oq",
@@ -45,6 +46,7 @@ class Demo:
 @torch.no_grad()
 def run(model: RecordsModel, records: tuple[str, ...] = RECORDS) -> Demo:
     """Write the records one step at a time and read all of them after each."""
+    assert isinstance(model.task, Retrieval)
     pairs = model.task.parse("\n".join(records))
     episode = model.task.episode_of([pairs])
     memory = model.memory

@@ -261,7 +261,7 @@ def lines_of(measured: Fidelity) -> list[str]:
 def verified_lines(found: Verified, about: About) -> list[str]:
     """For a person: what was measured, with what the file says in brackets."""
     if found.answered is not None:
-        return [f"{found.answered} of {about.records or 0} records answered from the memory alone ({about.answered or 0})"]
+        return [f"{found.answered} of {about.records or 0} queries answered from the memory alone ({about.answered or 0})"]
     return [
         f"recites {found.recited} of {about.tokens} tokens before the first miss ({about.recited})",
         f"teacher-forced accuracy {found.token_accuracy or 0.0:.4f} ({about.token_accuracy:.4f})",

@@ -1,6 +1,7 @@
 """A loaded model that writes texts into memory and answers from it: what the command line and a program both call.
 
-`load` gives one of three. A `RecordsModel` was meta-trained (`graven train`) to answer from a few gradient steps; it takes one `key:value` a line.
+`load` gives one of three. A `RecordsModel` was meta-trained (`graven train`) to answer from a few gradient steps; it takes one `key:value` a line, or
+a story of a small world.
 A `TriplesModel` is a language model that was meta-trained on texts, questions and answers; it takes any text and answers questions about it.
 A `TextModel` is any frozen causal language model; it takes any text and learns to recite it, which is not the same as answering questions.
 """
@@ -10,10 +11,11 @@ from pathlib import Path
 
 from graven.answer import Answer
 from graven.lm.pretrained import load_pretrained
-from graven.models.base import Model, Recital, check_numbers, cut
+from graven.models.base import Model, Recital, check_numbers
 from graven.models.records import RecordsModel
 from graven.models.text import PAGE_TOKENS, TextModel
 from graven.models.triples import TriplesModel
+from graven.tasks.base import cut
 from graven.train import load_trained
 from graven.train_triples import is_triples
 from graven.train_triples import load_trained as load_triples
@@ -27,8 +29,8 @@ def load(name_or_path: str | Path, *, slots: int | None = None) -> Model:
     """A model by name or path.
 
     Args:
-        name_or_path: A shipped checkpoint (`records`, `phonebook`), the folder of a finished `graven train`, a Hugging Face model directory, a GGUF
-            file, or a hub id. A shipped name wins; write `./records` for a folder of that name.
+        name_or_path: A shipped checkpoint (`records`, `phonebook`, `stories`), the folder of a finished `graven train`, a Hugging Face model
+            directory, a GGUF file, or a hub id. A shipped name wins; write `./records` for a folder of that name.
         slots: Memory vectors for each page of text, where the model lets one choose; from the length of the text where left out.
     Raises:
         ModelError: There is no such model, or it cannot be used behind a memory.

@@ -27,6 +27,7 @@ from graven.models.records import RecordsModel
 from graven.models.text import TEXT_RATE, TextModel
 from graven.tasks.base import Tokens
 from graven.tasks.retrieval import Retrieval, alphabet_of
+from graven.tasks.world import QUESTIONS, WorldTask
 
 SPOKEN = 16  # tokens that are compared where a memory is of no text that is known
 SETTLING = 0.1  # of the rate of a write: the vectors are there already
@@ -145,6 +146,8 @@ def held_keys(model: RecordsModel, memory: Memory, *, against: str | None = None
         possible = [key for key, _ in task.parse(against)]
     elif isinstance(task, Retrieval) and task.keys <= MOST_KEYS:
         possible = list(map("".join, product(alphabet_of(task), repeat=task.key_length)))
+    elif isinstance(task, WorldTask):
+        possible = list(map(task.key_of, QUESTIONS))
     else:
         raise SpecError(f"{model.name} has too many possible keys to try them all; give the text that was written with --against.")
     hashes = {key_hash(key): key for key in possible}

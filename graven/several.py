@@ -28,6 +28,7 @@ from graven.models.text import TEXT_RATE, TEXT_STEPS, TextModel
 from graven.quantize import held_keys
 from graven.study import CHAT, self_study
 from graven.tasks.base import Tokens
+from graven.tasks.world import WorldTask
 
 PROBES = 4  # questions about each text
 
@@ -99,6 +100,7 @@ def append(model: TextModel | RecordsModel, memory: Memory, text: str, *, into: 
         SpecError: The memory stands in for a prompt; or it does not hold its old text exactly, and "vectors" has nothing to descend on.
     """
     memory.belongs_to(model.memory.model if isinstance(model, RecordsModel) else model.model)
+    _ensure_joinable(model)
     _ensure_growable(memory)
     if isinstance(model, RecordsModel):
         alone = _records_written(model, text, settings)
@@ -134,6 +136,7 @@ def merge(
     """
     ensure_one_model(one, other)
     one.belongs_to(model.memory.model if isinstance(model, RecordsModel) else model.model)
+    _ensure_joinable(model)
     if isinstance(model, RecordsModel):
         return _merged_records(model, one, other, into=into, settings=settings, names=names)
     if into == "page":
@@ -142,6 +145,11 @@ def merge(
     _ensure_growable(other)
     rows = exact_rows(model, other, which="the second memory")
     return _taken_on(model, one, [token for row in rows for token in row], other, settings, names=names, lossless=other.about.lossless)
+
+
+def _ensure_joinable(model: TextModel | RecordsModel) -> None:
+    if isinstance(model, RecordsModel) and isinstance(model.task, WorldTask):
+        raise SpecError("a story is one page, for what comes later changes what came before; write it anew with the new sentences in their place.")
 
 
 def _ensure_growable(memory: Memory) -> None:

@@ -105,7 +105,7 @@ def lines_of(done: Written, out: Path) -> list[str]:
     if done.distilled is not None:
         return [*lines, *_report(done.distilled)]
     if about.answered is not None:
-        return [*lines, f"{about.answered} of {about.records or 0} records answered from the memory alone"]
+        return [*lines, f"{about.answered} of {about.records or 0} queries answered from the memory alone"]
     recital = f"recites {about.recited} of {about.tokens} tokens before the first miss (teacher-forced accuracy {about.token_accuracy:.1%})"
     return [*lines, recital, *([] if about.fidelity is None else fidelity_lines(about.fidelity))]
 
@@ -117,7 +117,7 @@ def shortfalls(done: Written) -> tuple[list[str], list[str]]:
         warnings.append("the tokenizer cannot spell this text exactly; what is recited will differ where it could not")
     if about.answered is not None and about.steps and about.answered < (about.records or 0):
         missing = (about.records or 0) - about.answered
-        return [f"{missing} records are not answered right; give a larger --steps, or write fewer records"], warnings
+        return [f"{missing} queries are not answered right; give a larger --steps, or write less"], warnings
     if Outcome[about.outcome] not in (Outcome.DONE, Outcome.EXACT, Outcome.CLOSE):
         return [Outcome[about.outcome].value], warnings
     if done.distilled is not None:

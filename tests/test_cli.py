@@ -161,7 +161,7 @@ def test_write_says_what_a_person_wants_to_know(run, place):
     assert (code, err) == (0, "")
     first, second = out.splitlines()
     assert first.startswith("m.graven: 56 tokens in 8 vectors, 4096 bytes, ")
-    assert second == "8 of 8 records answered from the memory alone"
+    assert second == "8 of 8 queries answered from the memory alone"
     assert sorted(path.name for path in place.iterdir()) == ["m.graven", "records.txt"]
 
 
@@ -293,8 +293,8 @@ def test_records_that_a_deadline_or_few_steps_left_unanswered_are_told(run, plac
     answered = Memory.load("m").about.answered
     assert answered < 64
     assert code == 1
-    assert f"{answered} of 64 records answered" in out
-    assert err == f"graven: {64 - answered} records are not answered right; give a larger --steps, or write fewer records\n"
+    assert f"{answered} of 64 queries answered" in out
+    assert err == f"graven: {64 - answered} queries are not answered right; give a larger --steps, or write less\n"
 
 
 def test_a_text_that_the_tokenizer_cannot_spell_is_told(run, place, directory):
@@ -453,7 +453,7 @@ def test_a_memory_is_verified_against_its_text(run, place, text, memory):
     code, out, err = run("verify", text, "--against", "words.txt")
     assert (code, err) == (0, "")
     assert out == "recites 6 of 6 tokens before the first miss (6)\nteacher-forced accuracy 1.0000 (1.0000)\n"
-    assert run("verify", memory, "--against", "records.txt") == (0, "8 of 8 records answered from the memory alone (8)\n", "")
+    assert run("verify", memory, "--against", "records.txt") == (0, "8 of 8 queries answered from the memory alone (8)\n", "")
     (place / "questions.txt").write_text("w5 w17\tw3\nw60\n")
     code, facts, err = only_object(run("verify", text, "--against", "words.txt", "--questions", "questions.txt", "--json"))
     assert (code, err, facts["recited"], facts["shortfalls"]) == (0, "", 6, [])
@@ -478,7 +478,7 @@ def test_what_cannot_be_verified_is_one_line(run, place, text, memory):
     assert_one_line(run("verify", text, "--against", "other.txt"), "the text has 2 tokens and 6 were written; give the very text that was.")
     assert_one_line(run("verify", text, "--against", "missing"), "cannot read missing")
     assert_one_line(run("verify", text), "Missing option '--against'")
-    assert_one_line(run("verify", memory, "--against", "records.txt", "--probes", "2"), "of records every key is asked")
+    assert_one_line(run("verify", memory, "--against", "records.txt", "--probes", "2"), "is asked every key")
 
 
 @pytest.mark.usefixtures("text")

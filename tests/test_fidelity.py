@@ -201,9 +201,9 @@ def test_records_are_verified_by_every_key():
     assert records.verify(written, "aB:7x\nc3:Qm").answered == 2
     spoilt = Memory(-written.state, written.about)
     found = records.verify(spoilt, "aB:7x\nc3:Qm")
-    assert found.shortfalls == (f"{found.answered} records are answered, and the file says 2",)
+    assert found.shortfalls == (f"{found.answered} queries are answered, and the file says 2",)
     assert_refused(TextError, "is another", lambda: records.verify(written, "aB:7x\nc3:Qn"))
-    assert_refused(SpecError, "of records every key is asked", lambda: records.verify(written, "aB:7x", probes=1))
+    assert_refused(SpecError, "is asked every key", lambda: records.verify(written, "aB:7x", probes=1))
 
 
 # Parts

@@ -6,11 +6,13 @@ from random import Random
 import pytest
 import torch
 
-from graven.errors import ModelError, SpecError, TextError
+from graven.errors import SpecError, TextError
 from graven.model import load
 from graven.settings import build
+from graven.several import append, merge, values_of
 from graven.tasks.babi import Babi, batches, leaked, read_babi
-from graven.tasks.stories import END, KINDS, NUMBER, OPPOSITE, PLACES, VOCABULARY, Stories, Story, drawn, episode, text_of, tokens_of, told
+from graven.tasks.stories import KINDS, Stories, Story, drawn, episode, kind_of, told
+from graven.tasks.world import END, NUMBER, OPPOSITE, PLACES, VOCABULARY, text_of, tokens_of
 from graven.train import TrainSpec, train
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "babi"
@@ -119,9 +121,11 @@ def test_only_kinds_that_fit_into_so_few_sentences_are_told(generator):
 
 
 def test_every_question_comes_once_before_any_comes_twice():
-    asked = [("a", "1"), ("b", "2"), ("c", "3")]
+    asked = [(f"where is {person} ?", "garden") for person in ("daniel", "john", "mary")]
     assert sorted(drawn(asked, 3, Random(0))) == asked
     assert len(drawn(asked, 7, Random(0))) == 7
+    kinds = [kind_of(question) for question, _ in drawn([*asked, ("where is the milk ?", "garden")], 4, Random(0))]
+    assert sorted(kinds) == ["carry", "carry", "where", "where"]
 
 
 @pytest.mark.plain
@@ -191,17 +195,61 @@ def test_an_episode_pads_questions_of_unequal_length():
     assert batch.context.mask.sum(-1).tolist() == [6, 5]
 
 
-def test_a_memory_trains_on_stories_and_a_checkpoint_of_them_takes_no_records(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of stories that was hardly trained; its model knows what can be asked all the same."""
     sizes = {"vocabulary": len(VOCABULARY), "width": 16, "layers": 1, "heads": 2, "key_value_heads": 2, "hidden": 32, "convolution": 7}
     table = {
         "seed": 0,
-        "task": {"kind": "stories", "kinds": ["where"], "queries": 2},
+        "task": {"kind": "stories", "kinds": ["where"], "queries": 2, "everything": True},
         "model": sizes,
         "memory": {"slots": 2, "steps": 1},
         "optimizer": {"batch": 2, "micro_batch": 2},
         "stage": [{"pairs": [3], "steps": [1], "at_most": 2}],
     }
-    trained = train(build(TrainSpec, table, where="spec"), tmp_path / "run")
-    assert trained.spec.task == Stories(kinds=("where",), queries=2)
-    with pytest.raises(ModelError, match='trained on "stories", which has no records'):
-        load(tmp_path / "run")
+    folder = tmp_path_factory.mktemp("stories") / "run"
+    train(build(TrainSpec, table, where="spec"), folder)
+    return load(folder)
+
+
+STORY = "Mary went to the garden. John took the milk.\nmary moved to the office. John travelled to the kitchen."
+ANSWERS = {"Where is Mary?": "office", "Where is John?": "kitchen", "Where is the milk?": "kitchen"}
+
+
+def test_a_story_is_one_page_and_is_asked_what_a_reader_could_answer(trained):
+    assert dict(trained.task.parse(STORY)) == ANSWERS
+    written = trained.write(STORY * 9)
+    assert (len(written.about.pages), written.about.records) == (1, 3)
+    assert [answer.known for answer in trained.ask_many(written, ["where is mary", "Where is Daniel?"])] == [True, False]
+    assert trained.verify(written, STORY * 9).answered == written.about.answered
+    assert set(values_of(trained, trained.write(STORY))) == set(ANSWERS)  # found again by their hashes
+
+
+def test_a_story_is_not_joined_to_another(trained):
+    written = trained.write(STORY)
+    for act in (lambda: append(trained, written, STORY), lambda: merge(trained, written, written)):
+        with pytest.raises(SpecError, match="a story is one page"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Mary the garden.", "'mary the garden' is no sentence"),
+        ("Mary went to the garden", "sentences that end with a full stop"),
+        ("Mary went to the garden. Where is Mary?", "questions are asked later"),
+        ("", "sentences that end with a full stop"),
+        ("Mary took the milk.", "nothing can be asked"),
+        ("Mary flew to the garden.", "'flew' is no word"),
+    ],
+)
+def test_what_is_no_story_is_refused(text, message, trained):
+    with pytest.raises(TextError, match=message):
+        trained.write(text)
+
+
+@pytest.mark.parametrize("question", ["Who is Mary?", "garden", "Where is Mary? Where is John?", "Where is the garden?"])
+def test_what_is_no_question_of_this_world_is_refused(question, trained):
+    written = trained.write(STORY)
+    with pytest.raises(TextError, match="no question of this small world"):
+        trained.ask(written, question)

@@ -35,6 +35,9 @@ class DecoderSpec:
         key_value_heads: Heads of keys and values; divides `heads`.
         hidden: Width inside the SwiGLU.
         convolution: Tokens that the convolution on the embeddings spans, its own included; 0 for none.
+        convolution_start: Every weight of that convolution at the start; torch's own draw where left out. With one number for all, what stands
+            somewhere in the window is seen alike wherever it stands: a name in a question as the name in a sentence, the two being unequally far
+            from what they ask for (docs/log.md).
         tied: The head is the token embedding.
         embedding_std: Spread of the token embeddings at the start; 1 / sqrt(width) where left out. Behind the first norm only its ratio to the
             spread of a memory matters: see `GradMemSpec.start`.
@@ -49,6 +52,7 @@ class DecoderSpec:
     key_value_heads: int
     hidden: int
     convolution: int = 0
+    convolution_start: float | None = None
     tied: bool = False
     embedding_std: float | None = None
 
@@ -58,6 +62,8 @@ class DecoderSpec:
                 raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         if self.embedding_std is not None and not self.embedding_std > 0:
             raise SpecError(f"`embedding_std` is {self.embedding_std}; it must be above 0.")
+        if self.convolution_start is not None and not self.convolution:
+            raise SpecError(f"`convolution_start` is {self.convolution_start} and there is no convolution; give `convolution`, or leave it out.")
         if self.convolution < 0:
             raise SpecError(f"`convolution` is {self.convolution}; it must be at least 0, which is none.")
         if self.width % (2 * self.heads):
@@ -146,6 +152,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=spec.width**-0.5)
+        if self.convolution is not None and spec.convolution_start is not None:
+            nn.init.constant_(self.convolution.weight, spec.convolution_start)
         if spec.embedding_std is not None:
             self.tokens.weight.data *= spec.embedding_std * spec.width**0.5
         for block in blocks:  # the residual stream keeps its scale at any depth

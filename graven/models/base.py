@@ -1,12 +1,10 @@
 """What models share: what they promise, what they give back, pages, and the memory file's worth of a write."""
 
-import math
 import platform
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import pairwise
-from typing import Literal, Protocol, TypeVar, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -21,7 +19,6 @@ from graven.memory.gradient import GradMem
 from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
 
-T = TypeVar("T")
 ProgressCall = Callable[[int, float, float], None]
 
 
@@ -80,17 +77,6 @@ class Model(Protocol):
     def verify(self, memory: Memory, text: str, *, questions: Sequence[Query] | None = None, probes: int | None = None) -> Verified:
         """The memory measured anew, against the text that was written."""
         ...
-
-
-def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
-    """Pages of nearly equal length, none longer than `most`.
-
-    >>> cut("abcde", 2)
-    ['ab', 'cd', 'e']
-    """
-    count = max(1, math.ceil(len(items) / most))
-    bounds = [math.ceil(len(items) * i / count) for i in range(count + 1)]
-    return [items[a:b] for a, b in pairwise(bounds)]
 
 
 def check_numbers(*, steps: int, seed: int, deadline: float | None) -> None:

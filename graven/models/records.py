@@ -1,4 +1,4 @@
-"""A meta-trained memory that answers records by key."""
+"""A meta-trained memory that answers by key: records, or a story whose keys are the questions about it."""
 
 from collections.abc import Generator, Sequence
 
@@ -13,31 +13,29 @@ from graven.fidelity import Verified, same_text
 from graven.lm.base import Continuation
 from graven.memory.file import Memory
 from graven.memory.gradient import GradMem
-from graven.models.base import ProgressCall, Recital, check_numbers, cut, key_hash, memory_of, recited_pages
+from graven.models.base import ProgressCall, Recital, check_numbers, key_hash, memory_of, recited_pages
 from graven.tasks.base import Tokens
-from graven.tasks.phonebook import Phonebook
 from graven.tasks.queries import Query
-from graven.tasks.retrieval import Retrieval
 from graven.train import Trained
 
 
 class RecordsModel:
-    """A meta-trained memory that takes one `key:value` a line and answers by key.
+    """A meta-trained memory that takes what its task reads, one `key:value` a line or a story, and answers by key.
 
     Args:
         trained: The checkpoint.
         slots: Refused where it differs from what the checkpoint was trained with.
     Raises:
-        ModelError: The checkpoint is another kind of memory than GradMem, or was trained on what are no records.
+        ModelError: The checkpoint is another kind of memory than GradMem,
     """
 
     kind = "records"
 
     def __init__(self, trained: Trained, *, slots: int | None = None):
         if not isinstance(trained.memory, GradMem):
-            raise ModelError(f'this checkpoint is a memory of kind "{trained.spec.memory.kind}"; records are written into "gradmem" only.')
-        if not isinstance(trained.spec.task, Retrieval | Phonebook):
-            raise ModelError(f'this checkpoint was trained on "{trained.spec.task.kind}", which has no records.')
+            raise ModelError(
+                f'this checkpoint is a memory of kind "{trained.spec.memory.kind}"; records and stories are answered from "gradmem" only.'
+            )
         self.memory, self.spec, self.task, self.name = trained.memory, trained.spec, trained.spec.task, trained.memory.model.name
         self.size = sum(weight.numel() for weight in self.memory.parameters())
         self.pairs_a_page = max(max(stage.pairs) for stage in trained.spec.stage)
@@ -64,10 +62,9 @@ class RecordsModel:
             raise SpecError(f"`rate` is {rate} and that of {self.name} was fixed by its training; leave it out.")
         steps = self.memory.spec.steps if steps is None else steps
         check_numbers(steps=steps, seed=seed, deadline=deadline)
-        pairs = self.task.parse(text)
-        pages = cut(pairs, self.pairs_a_page)
-        context = Tokens.of([self.task.context_of(page) for page in pages])
-        keys = [tuple(sorted(key_hash(key) for key, _ in page)) for page in pages]
+        pages = self.task.pages(text, most=self.pairs_a_page)
+        pairs, context = [pair for _, page in pages for pair in page], Tokens.of([tokens for tokens, _ in pages])
+        keys = [tuple(sorted(key_hash(key) for key, _ in page)) for _, page in pages]
         done = engrave(self.memory, context, steps=steps, until_exact=False, deadline=deadline, progress=progress)
         found = self._values(done.state, [key for key, _ in pairs], keys=keys, most=self.task.answer_length)
         answered = sum(self.task.text_of(best.tokens) == value for (_, best), (_, value) in zip(found, pairs, strict=True))
@@ -128,12 +125,13 @@ class RecordsModel:
         """
         memory.belongs_to(self.memory.model)
         if questions is not None or probes is not None:
-            raise SpecError("`questions` or `probes` is given; of records every key is asked, so leave them out.")
-        pairs = self.task.parse(text)
-        same_text([token for page in cut(pairs, self.pairs_a_page) for token in self.task.context_of(page)], memory.about)
+            raise SpecError(f"`questions` or `probes` is given; {self.name} is asked every key, so leave them out.")
+        pages = self.task.pages(text, most=self.pairs_a_page)
+        same_text([token for tokens, _ in pages for token in tokens], memory.about)
+        pairs = [pair for _, page in pages for pair in page]
         right = sum(answer.text == value for answer, (_, value) in zip(self.ask_many(memory, [key for key, _ in pairs]), pairs, strict=True))
         stored = memory.about.answered or 0
-        return Verified(answered=right, shortfalls=(f"{right} records are answered, and the file says {stored}",) if right < stored else ())
+        return Verified(answered=right, shortfalls=(f"{right} queries are answered, and the file says {stored}",) if right < stored else ())
 
     def _values(
         self, state: Float[Tensor, "P M D"], asked: Sequence[str], *, keys: Sequence[Sequence[int]], most: int

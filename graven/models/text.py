@@ -16,9 +16,9 @@ from graven.lm.pretrained import Pretrained
 from graven.memory.file import Memory
 from graven.memory.gradient import Adam, GradMem, GradMemSpec
 from graven.memory.objective import sum_of, weights_of
-from graven.models.base import ProgressCall, Recital, check_numbers, cut, memory_of, recited_pages
+from graven.models.base import ProgressCall, Recital, check_numbers, memory_of, recited_pages
 from graven.study import self_study
-from graven.tasks.base import Tokens
+from graven.tasks.base import Tokens, cut
 from graven.tasks.queries import Query
 
 PAGE_TOKENS = 64  # a longer text is cut: beyond this the steps to an exact copy grow faster than the text (docs/log.md)

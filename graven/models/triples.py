@@ -12,8 +12,8 @@ from graven.errors import SpecError, TextError
 from graven.fidelity import Verified, agreeing, fidelity, same_text
 from graven.memory.adapted import reading
 from graven.memory.file import Memory
-from graven.models.base import ProgressCall, Recital, check_numbers, cut, memory_of, recited_pages
-from graven.tasks.base import Tokens
+from graven.models.base import ProgressCall, Recital, check_numbers, memory_of, recited_pages
+from graven.tasks.base import Tokens, cut
 from graven.tasks.queries import Query
 from graven.train_triples import TrainedTriples
 

@@ -1,4 +1,4 @@
-"""bAbI question answering, from files of the published format (Weston et al. 2015, arXiv:1502.05698); QA1 to QA5, whose words `stories` knows.
+"""bAbI question answering, from files of the published format (Weston et al. 2015, arXiv:1502.05698); QA1 to QA5, whose words `world` knows.
 
     1 Mary moved to the bathroom.
     2 John went to the hallway.
@@ -18,7 +18,8 @@ import torch
 
 from graven.errors import SpecError, TextError
 from graven.tasks.base import Episode
-from graven.tasks.stories import NUMBER, VOCABULARY, Story, episode, tokens_of
+from graven.tasks.stories import Story, episode
+from graven.tasks.world import NUMBER, WorldTask, tokens_of
 
 
 def read_babi(path: Path) -> list[Story]:
@@ -57,7 +58,7 @@ def leaked(train: Sequence[Story], test: Sequence[Story]) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Babi:
+class Babi(WorldTask):
     """Draws stories from a file, each with the one question that stands behind it.
 
     Args:
@@ -66,11 +67,6 @@ class Babi:
 
     file: str
     kind: Literal["babi"] = "babi"
-
-    @property
-    def vocabulary(self) -> int:
-        """Words and marks."""
-        return len(VOCABULARY)
 
     def sample(self, size: int, *, pairs: int, generator: torch.Generator) -> Episode:
         """A batch of stories of at most `pairs` sentences.

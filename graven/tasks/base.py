@@ -1,13 +1,19 @@
 """What a task hands out: rows of tokens with their masks, in the three parts of the context removal setting."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from graven.errors import ShapeError
+
+T = TypeVar("T")
+Page = tuple[list[int], Sequence[tuple[str, str]]]  # tokens of a page, and the keys that can be asked of it with their values
 
 
 @dataclass(frozen=True)
@@ -108,3 +114,14 @@ def distinct(size: int, count: int, *, below: int, generator: torch.Generator) -
         if not repeated.any():
             return numbers
         numbers[repeated] = torch.randint(below, (int(repeated.sum()), count), generator=generator)
+
+
+def cut(items: Sequence[T], most: int) -> list[Sequence[T]]:
+    """Pages of nearly equal length, none longer than `most`.
+
+    >>> cut("abcde", 2)
+    ['ab', 'cd', 'e']
+    """
+    count = max(1, math.ceil(len(items) / most))
+    bounds = [math.ceil(len(items) * i / count) for i in range(count + 1)]
+    return [items[a:b] for a, b in pairwise(bounds)]

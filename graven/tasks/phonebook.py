@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from graven.errors import SpecError, TextError
-from graven.tasks.base import Episode, Tokens
+from graven.tasks.base import Episode, Page, Tokens, cut
 
 LETTERS, DIGITS, MARKS = string.ascii_lowercase, string.digits, "\n:"
 CHARACTERS = LETTERS + DIGITS + MARKS
@@ -105,6 +105,14 @@ class Phonebook:
     def context_of(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         """Tokens of a book."""
         return encoded("\n" + "".join(f"{name}:{number}\n" for name, number in pairs))
+
+    def pages(self, text: str, *, most: int) -> list[Page]:
+        """A text in pages of at most so many records.
+
+        Raises:
+            TextError: As of `parse`.
+        """
+        return [(self.context_of(page), page) for page in cut(self.parse(text), most)]
 
     def query_of(self, name: str) -> list[int]:
         """Tokens of a query."""

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from graven.errors import SpecError, TextError
-from graven.tasks.base import Episode, Tokens, distinct
+from graven.tasks.base import Episode, Page, Tokens, cut, distinct
 
 CHARACTERS = string.ascii_letters + string.digits
 PUNCTUATION = "!:?|"
@@ -121,6 +121,14 @@ class Retrieval:
     def context_of(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         """Tokens of records."""
         return self.episode_of([pairs]).context.row(0)
+
+    def pages(self, text: str, *, most: int) -> list[Page]:
+        """A text in pages of at most so many records.
+
+        Raises:
+            TextError: As of `parse`.
+        """
+        return [(self.context_of(page), page) for page in cut(self.parse(text), most)]
 
     def query_of(self, key: str) -> list[int]:
         """Tokens of a query."""

@@ -107,6 +107,13 @@ def test_the_convolution_is_a_weighted_sum_of_the_last_tokens_on_top_of_the_embe
     torch.testing.assert_close(model.embed(ids), expected, rtol=ROUNDING, atol=ROUNDING)
 
 
+def test_a_convolution_that_starts_alike_at_every_place_sees_a_token_alike_wherever_it_stands():
+    model = Decoder(dataclasses.replace(SPEC, convolution=3, convolution_start=0.5)).double()
+    seen = [model.embed(ids) - model.tokens(ids) for ids in (torch.tensor([[7, 1, 2]]), torch.tensor([[1, 7, 2]]))]
+    torch.testing.assert_close(seen[0][:, -1], seen[1][:, -1], rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(model.convolution.weight, torch.full_like(model.convolution.weight, 0.5), rtol=0, atol=0)
+
+
 def test_the_convolution_never_crosses_from_one_row_to_the_next(generator):
     model, ids = decoder(generator, convolution=3), tokens(generator, 2, 3, 5)
     for i in range(2):
@@ -190,6 +197,7 @@ def test_it_can_be_differentiated_twice(convolution, generator, randn):
         ({"heads": 0}, "`heads` is 0; it must be at least 1."),
         ({"key_value_heads": 0}, "`key_value_heads` is 0; it must be at least 1."),
         ({"layers": -1}, "`layers` is -1; it must be at least 1."),
+        ({"convolution_start": 0.5}, "`convolution_start` is 0.5 and there is no convolution; give `convolution`, or leave it out."),
         ({"convolution": -1}, "`convolution` is -1; it must be at least 0, which is none."),
     ],
 )

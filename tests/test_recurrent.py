@@ -1,5 +1,7 @@
 """Recurrent language models as memories: what the laws of every memory do not say."""
 
+import dataclasses
+
 import pytest
 import torch
 from asserts import assert_near, assert_refused
@@ -23,6 +25,11 @@ SIZES = DecoderSpec(vocabulary=VOCABULARY, width=32, layers=2, heads=4, key_valu
 @pytest.fixture(params=NAMES)
 def memory(request):
     return MEMORIES[request.param].make()
+
+
+def test_the_convolution_starts_as_the_sizes_say():
+    made = Recurrent(dataclasses.replace(SIZES, convolution=3, convolution_start=0.5), RecurrentSpec(mixer=DELTA), seed=0)
+    torch.testing.assert_close(made.convolution.weight, torch.full_like(made.convolution.weight, 0.5), rtol=0, atol=0)
 
 
 def ids(generator, *shape):

@@ -155,6 +155,8 @@ class Recurrent(nn.Module):
         if self.convolution is not None:  # as torch starts one, but from our generator
             for parameter in self.convolution.parameters():
                 nn.init.uniform_(parameter, -(sizes.convolution**-0.5), sizes.convolution**-0.5, generator=generator)
+            if sizes.convolution_start is not None:
+                nn.init.constant_(self.convolution.weight, sizes.convolution_start)
 
     def start(self, batch: int) -> State:
         """Nothing read yet, or what the mixers learned to begin with."""

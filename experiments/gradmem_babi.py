@@ -3,11 +3,12 @@
 Claim    A memory written by gradient steps answers QA1 and QA4 always and QA2, QA3 and QA5 in 80 to 99 %, as RMT and ARMT do: on short stories with
          one question each memories hardly differ.
 Differs  The paper trains GPT-2 of 124 million weights, pretrained, on the 10 000 questions of each task. Here a decoder of two layers of width 64
-         begins at nothing, words are tokens, and one memory learns all five tasks, from stories that `graven.tasks.stories` tells, of at most
-         ten sentences, with every kind of question that such a story answers. No story of bAbI is trained on; what leaks where one trains on its own
-         files is printed by --report. Measured are bAbI's own test questions: those whose story is no longer than those of training (all of QA1 and
-         QA4, 307, 36 and 278 of the 1000 of QA2, QA3 and QA5) and, apart, those of up to twice that length; 300 of each at most. A convolution over
-         seven embeddings that begins as their sum is part of every memory. Compute is that of 1000 training steps of GradMem K = 2.
+         begins at nothing for each task, words are tokens, and training is on stories that `graven.tasks.stories` tells, of at most ten sentences,
+         with other kinds of question beside the task's own where a story answers some. No story of bAbI is trained on; what leaks where one trains
+         on its own files is printed by --report. Measured are bAbI's own test questions: those whose story is no longer than those of training (all
+         of QA1 and QA4, 307, 36 and 278 of the 1000 of QA2, QA3 and QA5) and, apart, those of up to twice that length; 300 of each at most. A
+         convolution over seven embeddings that begins as their sum is part of every memory. Compute is that of 200 to 400 training steps of
+         GradMem K = 2 (`STEPS`).
 Cost     COST
 
     python experiments/gradmem_babi.py [--scale full --memory RMT --seed 0 --minutes 30]        train and measure what has no row yet
@@ -22,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +50,16 @@ from graven.memory.prefix import PrefixSpec
 from graven.memory.recurrent import RecurrentSpec
 from graven.report import figure, read_lines, table, write_lines
 from graven.tasks.babi import batches, leaked, read_babi
-from graven.tasks.stories import Stories, Story
+from graven.tasks.stories import KINDS, Stories, Story
 from graven.tasks.world import VOCABULARY
 
 DATA = Path(__file__).parents[2] / "shared" / "data" / "babi"
-TASKS, LADDER = (1, 2, 3, 4, 5), (2, 3, 4, 5, 6, 8, 10)  # sentences; each size is left when it is learned, or when its share of the steps is used up
-STORIES = Stories(queries=4, everything=True)
-WIDTH, BATCH, PASSED, SMOOTHING, COST_SENTENCES = 64, 32, 0.9, 0.1, 6
-STEPS, QUESTIONS = {"small": 20, "full": 1000}, {"small": 20, "full": 300}  # training steps of GradMem K = 2; most questions of each task and length
-LENGTHS = {"short": (0, LADDER[-1]), "longer": (LADDER[-1], 2 * LADDER[-1])}  # sentences above, and at most
+# sentences of training, by task; each size is left when it is learned, or when it took half of the steps that were left
+LADDERS = {1: (4, 6, 8, 10), 2: (2, 3, 4, 6, 8, 10), 3: (4, 6, 8, 10), 4: (2,), 5: (6, 8, 10)}
+STEPS = {1: 200, 2: 400, 3: 300, 4: 300, 5: 250}  # training steps of GradMem K = 2; other memories take as many as cost the same
+SCALES = {"small": (0.02, 20), "full": (1.0, 300)}  # share of the steps, and most questions of each task and length
+WIDTH, BATCH, PASSED, SMOOTHING, LONGEST = 64, 32, 0.85, 0.1, 10
+LENGTHS = {"short": (0, LONGEST), "longer": (LONGEST, 2 * LONGEST)}  # sentences above, and at most
 # per cent; the paper's table 2
 PAPER = {
     "full context": (100, 100, 99.8, 100, 99.4), "Mamba-130m": (100, 100, 96.7, 100, 99.7), "RMT": (100, 93.9, 87.9, 100, 93.9),
@@ -111,9 +114,14 @@ def new(entry: Entry, seed: int) -> Trainable[Any]:
     return make(entry.sizes, entry.spec, name="bench", seed=seed)
 
 
-def step(memory: Trainable[Any], entry: Entry, optimizer: torch.optim.Optimizer, *, sentences: int, generator: torch.Generator) -> float:
+def stories_of(task: int) -> Stories:
+    """What a task is trained on."""
+    return Stories(kinds=(KINDS[task - 1],), queries=4, everything=True)
+
+
+def step(memory: Trainable[Any], entry: Entry, optimizer: torch.optim.Optimizer, *, task: int, sentences: int, generator: torch.Generator) -> float:
     """One step of training; its exact match."""
-    episode = STORIES.sample(BATCH, pairs=sentences, generator=generator)
+    episode = stories_of(task).sample(BATCH, pairs=sentences, generator=generator)
     logits = read_episode(memory, written(memory, memory.start(BATCH), episode.context, steps=entry.steps), episode)
     optimizer.zero_grad()
     F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten()).backward()
@@ -132,7 +140,7 @@ def seconds_of(entry: Entry) -> float:
     optimizer = optimizer_of(memory, entry)
     for _ in range(2):
         began = time.process_time()
-        step(memory, entry, optimizer, sentences=COST_SENTENCES, generator=generator)
+        step(memory, entry, optimizer, task=1, sentences=LONGEST, generator=generator)
     return time.process_time() - began
 
 
@@ -141,23 +149,23 @@ def cost(entry: Entry, *, rounds: int = 5) -> float:
     return sorted(seconds_of(entry) / seconds_of(MEMORIES["GradMem K=2"]) for _ in range(rounds))[rounds // 2]
 
 
-def train(entry: Entry, seed: int, *, steps: int) -> tuple[Trainable[Any], list[list[float]]]:
+def train(entry: Entry, task: int, seed: int, *, steps: int) -> tuple[Trainable[Any], list[list[float]]]:
     """Through the sizes, so many steps in all; the rate falls along a cosine over the last third.
 
     Returns:
         The memory, and of each size its sentences, its steps, and the running exact match at its end.
     """
     memory, generator = new(entry, seed), torch.Generator().manual_seed(1000 + seed)
-    optimizer, taken, stages = optimizer_of(memory, entry), 0, list[list[float]]()
-    for place, sentences in enumerate(LADDER, start=1):
-        first, running = taken, 0.0
-        last = steps * place // len(LADDER) if sentences != LADDER[-1] else steps
-        while taken < last and (sentences == LADDER[-1] or running < PASSED):
+    optimizer, ladder, taken, stages = optimizer_of(memory, entry), LADDERS[task], 0, list[list[float]]()
+    for place, sentences in enumerate(ladder, start=1):
+        first, running, final = taken, 0.0, place == len(ladder)
+        last = steps if final else taken + max(1, (steps - taken) // 2)
+        while taken < last and (final or running < PASSED):
             left = min(1.0, (steps - taken) / (steps / 3))
             rate = entry.rate * min(1.0, (taken + 1) / WARM_UP) * (LAST_RATE + (1 - LAST_RATE) * (1 - math.cos(math.pi * left)) / 2)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            running += SMOOTHING * (step(memory, entry, optimizer, sentences=sentences, generator=generator) - running)
+            running += SMOOTHING * (step(memory, entry, optimizer, task=task, sentences=sentences, generator=generator) - running)
             taken += 1
         stages.append([sentences, taken - first, round(running, 3)])
     return memory.eval(), stages
@@ -186,22 +194,18 @@ def questions_of(task: int) -> list[Story]:
     return read_babi(next((DATA / "en").glob(f"qa{task}_*_test.txt")))
 
 
-def run(name: str, seed: int, *, scale: str) -> list[Row]:
-    """One memory and seed: a row for each task."""
-    entry, relative = MEMORIES[name], cost(MEMORIES[name])
+def run(name: str, task: int, seed: int, *, scale: str, relative: float) -> Row:
+    """One memory, task and seed."""
+    entry, (share, most) = MEMORIES[name], SCALES[scale]
     began = time.process_time()
-    memory, stages = train(entry, seed, steps=max(len(LADDER), round(STEPS[scale] / relative)))
+    memory, stages = train(entry, task, seed, steps=max(len(LADDERS[task]), round(share * STEPS[task] / relative)))
     spent = round(time.process_time() - began, 1)
-    counted = cost_of(memory, STORIES.sample(1, pairs=LADDER[-1], generator=torch.Generator().manual_seed(0)), steps=entry.steps)
-    about = {"cost": round(relative, 3), "stages": stages, "entry": dataclasses.asdict(entry), "torch": str(torch.__version__)}
-    return [
-        {
-            "memory": name, "task": f"QA{task}", "seed": seed, **measure(memory, entry, questions_of(task), most=QUESTIONS[scale]),
-            "pairs": LADDER[-1], "bytes": counted.bytes, "write_flops": counted.write.total, "steps": sum(int(n) for _, n, _ in stages),
-            "cpu_seconds": spent, "spec": about,
-        }
-        for task in TASKS
-    ]  # fmt: skip
+    counted = cost_of(memory, stories_of(1).sample(1, pairs=LONGEST, generator=torch.Generator().manual_seed(0)), steps=entry.steps)
+    about = {"cost": relative, "stages": stages, "entry": dataclasses.asdict(entry), "torch": str(torch.__version__)}
+    return {
+        "memory": name, "task": f"QA{task}", "seed": seed, **measure(memory, entry, questions_of(task), most=most), "pairs": LADDERS[task][-1],
+        "bytes": counted.bytes, "write_flops": counted.write.total, "steps": sum(int(n) for _, n, _ in stages), "cpu_seconds": spent, "spec": about,
+    }  # fmt: skip
 
 
 def mean(rows: Sequence[Row], memory: str, task: int, what: str = "exact_match") -> float:
@@ -217,10 +221,10 @@ def verdict(rows: list[Row]) -> list[str]:
             low = min(mean(rows, name, task) for task in (1, 4))
             lines.append(f"{'holds' if low >= 99 else 'FAILS'}   {name} answers QA1 and QA4 in at least 99 %: the lower one {low:.1f}")
     if {"GradMem K=1", "GradMem K=2"} <= set(names):
-        gain = sum(mean(rows, "GradMem K=2", task) - mean(rows, "GradMem K=1", task) for task in TASKS) / len(TASKS)
+        gain = sum(mean(rows, "GradMem K=2", task) - mean(rows, "GradMem K=1", task) for task in LADDERS) / len(LADDERS)
         lines.append(f"{'holds' if gain < 2 else 'FAILS'}   a second step gains less than 2 points on the mean of the tasks: {gain:+.1f}")
     if {"RMT", "GradMem K=2"} <= set(names):
-        most = max(abs(mean(rows, "GradMem K=2", task) - mean(rows, "RMT", task)) for task in TASKS)
+        most = max(abs(mean(rows, "GradMem K=2", task) - mean(rows, "RMT", task)) for task in LADDERS)
         lines.append(f"{'holds' if most < 10 else 'FAILS'}   GradMem and RMT differ by less than 10 points on every task: {most:.1f}")
     return lines
 
@@ -231,21 +235,21 @@ def draw(rows: list[Row], path: Path) -> None:
     wide = 0.8 / len(names)
     with figure(path, width=11, height=3.8) as (axes,):
         for number, name in enumerate(names):
-            for task in TASKS:
+            for task in LADDERS:
                 at = task + (number - (len(names) - 1) / 2) * wide
                 bar = axes.bar(at, mean(rows, name, task), wide, color=f"C{number % 10}", alpha=1.0 if number < 10 else 0.5)
-                if task == TASKS[0]:
+                if task == 1:
                     bar.set_label(name)
                 own = [100 * row["exact_match"] for row in rows if (row["memory"], row["task"]) == (name, f"QA{task}")]
                 axes.plot([at] * len(own), own, "k.", ms=2)
-        axes.set(ylabel="exact match, %", ylim=(0, 101), xticks=TASKS, title=f"bAbI, stories of at most {LADDER[-1]} sentences")
-        axes.set_xticklabels([f"QA{task}" for task in TASKS])
+        axes.set(ylabel="exact match, %", ylim=(0, 101), xticks=list(LADDERS), title=f"bAbI, stories of at most {LONGEST} sentences")
+        axes.set_xticklabels([f"QA{task}" for task in LADDERS])
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def report(rows: list[Row]) -> None:
     """Scores of short stories and of all, compute, and what leaks where one trains on bAbI's own files."""
-    for what, title in (("exact_match", f"stories of at most {LADDER[-1]} sentences"), ("longer_exact_match", f"of at most {2 * LADDER[-1]}")):
+    for what, title in (("exact_match", f"stories of at most {LONGEST} sentences"), ("longer_exact_match", f"of at most {2 * LONGEST}")):
         groups: dict[tuple[str, str], list[float]] = {}
         for row in rows:
             if row[what] is not None:
@@ -254,7 +258,7 @@ def report(rows: list[Row]) -> None:
         print(f"{title}: exact match, % (mean and deviation of seeds)\n{table(cells, row='memory', column='task', value=lambda c: c['value'])}\n")
     facts = [{"memory": row["memory"], "fact": fact, "value": f"{row[fact]:,}"} for row in rows for fact in ("bytes", "steps", "cpu_seconds")]
     print(table(facts, row="memory", column="fact", value=lambda c: c["value"]))
-    paper = [{"memory": name, "task": f"QA{task}", "value": str(found[task - 1])} for name, found in PAPER.items() for task in TASKS]
+    paper = [{"memory": name, "task": f"QA{task}", "value": str(found[task - 1])} for name, found in PAPER.items() for task in LADDERS]
     print(f"\nthe paper's table 2 (GPT-2, trained on bAbI)\n{table(paper, row='memory', column='task', value=lambda c: c['value'])}\n")
     print("questions, and of longer stories:", {row["task"]: (row["questions"], row["longer_questions"]) for row in rows})
     for task in (1, 2, 4, 5) if DATA.exists() else ():
@@ -265,7 +269,7 @@ def report(rows: list[Row]) -> None:
 def main() -> int:
     """Measure or report."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--scale", choices=STEPS, default="small")
+    parser.add_argument("--scale", choices=SCALES, default="small")
     parser.add_argument("--seed", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=list(MEMORIES))
     parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
@@ -275,13 +279,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = ROWS / "gradmem_babi.jsonl" if arguments.report or arguments.scale == "full" else Path(folder) / "rows.jsonl"
         rows = read_lines(place)
-        for seed in () if arguments.report else arguments.seed:
-            for name in arguments.memory:
-                if not any((row["memory"], row["seed"]) == (name, seed) for row in rows) and time.process_time() < 60 * arguments.minutes:
-                    found = run(name, seed, scale=arguments.scale)
-                    rows = [*read_lines(place), *found]  # another process may have measured other seeds
+        for seed, name in () if arguments.report else product(arguments.seed, arguments.memory):
+            missing = [task for task in LADDERS if not any((r["memory"], r["task"], r["seed"]) == (name, f"QA{task}", seed) for r in rows)]
+            relative = round(cost(MEMORIES[name]), 3) if missing else 1.0
+            for task in missing:
+                if time.process_time() < 60 * arguments.minutes:
+                    found = run(name, task, seed, scale=arguments.scale, relative=relative)
+                    rows = [*read_lines(place), found]  # another process may have measured other cells
                     write_lines(place, rows)
-                    print(name, seed, [(row["exact_match"], row["longer_exact_match"]) for row in found], found[0]["spec"]["stages"], flush=True)
+                    print(name, f"QA{task}", seed, found["exact_match"], found["longer_exact_match"], found["spec"]["stages"], flush=True)
         if arguments.report:
             draw(rows, FIGURES / "gradmem_babi.png")
         report(rows)

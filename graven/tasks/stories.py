@@ -110,10 +110,14 @@ def told(kind: Kind, sentences: int, random: Random) -> Story:
     Raises:
         SpecError: The kind is unknown.
     """
-    if kind not in KINDS:
-        raise SpecError(f"the kind of story is {kind!r}; it must be one of {', '.join(KINDS)}.")
+    _known(kind)
     lines = _directions(random) if kind == "directions" else _events(kind, sentences, random)
     return Story(tuple(lines), tuple(asked_of(lines)))
+
+
+def _known(kind: str) -> None:
+    if kind not in KINDS:
+        raise SpecError(f"the kind of story is {kind!r}; it must be one of {', '.join(KINDS)}.")
 
 
 def _events(kind: Kind, sentences: int, random: Random) -> list[str]:
@@ -149,21 +153,22 @@ class Stories(WorldTask):
     """Draws stories and questions about them; what a story has of sentences is what `pairs` counts elsewhere.
 
     Args:
-        kinds: Kinds of story; each is drawn as often as the others.
+        kinds: Kinds of story, drawn as often as they are named.
         queries: Questions to a story, Q. Some come twice where a story allows fewer; one that allows none is told again.
-        everything: Ask whatever a story answers, each kind of question in turn, in place of what its own kind is named for.
+        everything: Ask whatever a story answers, where half of the questions are what its own kind is named for, in place of these alone. Where a
+            thing is hangs on where its holder is, and is hardly learned where nobody is asked for (docs/log.md).
     Raises:
         SpecError: A kind is unknown, or there is none, or no query.
     """
 
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[Kind, ...] = KINDS
     queries: int = 4
     everything: bool = False
     kind: Literal["stories"] = "stories"
 
     def __post_init__(self) -> None:
-        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise SpecError(f"the kind of story is {unknown[0]!r}; it must be one of {', '.join(KINDS)}.")
+        for kind in self.kinds:
+            _known(kind)
         if not self.kinds or self.queries < 1:
             raise SpecError("`kinds` is empty or `queries` is below 1; give at least one kind and one query.")
 
@@ -177,11 +182,9 @@ class Stories(WorldTask):
         Raises:
             SpecError: In so few sentences hardly anything happens that can be asked about.
         """
-        kinds = [kind for kind in KINDS if kind in self.kinds and LEAST[kind] <= pairs]
+        kinds = [kind for kind in self.kinds if LEAST[kind] <= pairs]
         if not kinds:
-            raise SpecError(
-                f"`pairs` is {pairs} and stories of these kinds need {min(LEAST[kind] for kind in KINDS if kind in self.kinds)} sentences."
-            )
+            raise SpecError(f"`pairs` is {pairs} and stories of these kinds need {min(LEAST[kind] for kind in self.kinds)} sentences.")
         random = Random(int(torch.randint(1 << 62, (1,), generator=generator)))
         stories, questions = list[Story](), list[list[tuple[str, str]]]()
         while len(stories) < size:
@@ -190,18 +193,19 @@ class Stories(WorldTask):
             asked = [pair for pair in story.asked if self.everything or kind_of(pair[0]) == kind]
             if asked:
                 stories.append(story)
-                questions.append(drawn(asked, self.queries, random))
+                questions.append(drawn(asked, self.queries, random, own=kind))
         return episode(stories, questions)
 
 
-def drawn(asked: Sequence[tuple[str, str]], count: int, random: Random) -> list[tuple[str, str]]:
-    """So many of the questions in random order, each kind in turn; all of a kind before any of it comes twice."""
+def drawn(asked: Sequence[tuple[str, str]], count: int, random: Random, *, own: Kind) -> list[tuple[str, str]]:
+    """So many of the questions in random order, one of its own kind before each of another; all of a kind before any of it comes twice."""
     decks: dict[Kind, list[tuple[str, str]]] = {}
     for pair in asked:
         decks.setdefault(kind_of(pair[0]), []).append(pair)
-    kinds, left, questions = list(decks), dict[Kind, list[tuple[str, str]]](), list[tuple[str, str]]()
-    random.shuffle(kinds)
-    for kind in islice(cycle(kinds), count):
+    left, questions = dict[Kind, list[tuple[str, str]]](), list[tuple[str, str]]()
+    others = random.sample([kind for kind in decks if kind != own], len(decks) - (own in decks))
+    order = [kind for other in others for kind in (own, other)] or [own]
+    for kind in islice(cycle([kind for kind in order if kind in decks]), count):
         if not left.get(kind):
             left[kind] = random.sample(decks[kind], len(decks[kind]))
         questions.append(left[kind].pop())

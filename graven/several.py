@@ -25,6 +25,7 @@ from graven.memory.several import ensure_one_model, fork, join
 from graven.models.base import ProgressCall, check_numbers, memory_of, recited_pages
 from graven.models.records import RecordsModel
 from graven.models.text import TEXT_RATE, TEXT_STEPS, TextModel
+from graven.models.triples import TriplesModel
 from graven.quantize import held_keys
 from graven.study import CHAT, self_study
 from graven.tasks.base import Tokens
@@ -147,7 +148,9 @@ def merge(
     return _taken_on(model, one, [token for row in rows for token in row], other, settings, names=names, lossless=other.about.lossless)
 
 
-def _ensure_joinable(model: TextModel | RecordsModel) -> None:
+def _ensure_joinable(model: TextModel | RecordsModel | TriplesModel) -> None:
+    if isinstance(model, TriplesModel):
+        raise SpecError(f"{model.name} was trained to write a text from its own start, and a page beside it is another text; write both texts anew.")
     if isinstance(model, RecordsModel) and isinstance(model.task, WorldTask):
         raise SpecError("a story is one page, for what comes later changes what came before; write it anew with the new sentences in their place.")
 
@@ -290,11 +293,11 @@ def values_of(model: RecordsModel, memory: Memory) -> dict[str, str]:
     return {answer.query: answer.text for answer in model.ask_many(memory, keys)}
 
 
-def told(model: TextModel | RecordsModel, memory: Memory) -> str:
+def told(model: TextModel | RecordsModel | TriplesModel, memory: Memory) -> str:
     """What a memory says when nobody asks: the recital of its pages, or each key with what it is answered with, in order of the keys."""
-    if isinstance(model, TextModel):
-        return model.recite(memory).text
-    return "\n".join(f"{key}:{value}" for key, value in sorted(values_of(model, memory).items()))
+    if isinstance(model, RecordsModel):
+        return "\n".join(f"{key}:{value}" for key, value in sorted(values_of(model, memory).items()))
+    return model.recite(memory).text
 
 
 def _merged_records(

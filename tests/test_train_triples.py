@@ -15,7 +15,9 @@ from graven.errors import MismatchError, ModelError, OutputError, SpecError, Tex
 from graven.lm.adapter import Adapter
 from graven.lm.pretrained import load_pretrained
 from graven.memory.gradient import SGD, GradMemSpec
+from graven.model import load
 from graven.report import read_lines
+from graven.several import append, merge, told
 from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
 from graven.tasks.triples import Triples, read_triples
@@ -122,6 +124,15 @@ def test_a_finished_run_leaves_what_was_trained_and_nothing_else(finished):
     assert len({row["steps"] for row in rows}) > 1
     about = json.loads((folder / "model.json").read_text())
     assert about["trained"]["triples"] == "36 of 36"
+
+
+def test_memories_of_triples_are_compared_but_not_joined(finished):
+    model = load(finished[1])
+    one = model.write("w30 w40")
+    assert told(model, one) == model.recite(one).text
+    for act in (lambda: append(model, one, "w31 w41"), lambda: merge(model, one, one)):
+        with pytest.raises(SpecError, match="write both texts anew"):
+            act()
 
 
 def test_a_curve_is_drawn(tmp_path):

@@ -4,7 +4,7 @@ Claim    A memory written by gradient steps answers QA1 and QA4 always and QA2, 
          one question each memories hardly differ.
 Differs  The paper trains GPT-2 of 124 million weights, pretrained, on the 10 000 questions of each task. Here a decoder of two layers of width 64
          begins at nothing for each task, words are tokens, and training is on stories that `graven.tasks.stories` tells, of at most ten sentences,
-         with other kinds of question beside the task's own where a story answers some. No story of bAbI is trained on; what leaks where one trains
+         of QA2 and QA3 with questions about people and things beside the task's own. No story of bAbI is trained on; what leaks where one trains
          on its own files is printed by --report. Measured are bAbI's own test questions: those whose story is no longer than those of training (all
          of QA1 and QA4, 307, 36 and 278 of the 1000 of QA2, QA3 and QA5) and, apart, those of up to twice that length; 300 of each at most. A
          convolution over seven embeddings that begins as their sum is part of every memory. Compute is that of 250 to 350 training steps of
@@ -57,8 +57,9 @@ DATA = Path(__file__).parents[2] / "shared" / "data" / "babi"
 # sentences of training, by task; each size is left when it is learned, or when it took half of the steps that were left
 LADDERS = {1: (4, 6, 8, 10), 2: (2, 3, 4, 6, 8, 10), 3: (4, 6, 8, 10), 4: (2,), 5: (6, 8, 10)}
 STEPS = {1: 300, 2: 350, 3: 250, 4: 300, 5: 250}  # training steps of GradMem K = 2; other memories take as many as cost the same
+HANGING = (2, 3)  # tasks whose answers hang on where people are, who are asked for too
 SCALES = {"small": (0.02, 20), "full": (1.0, 300)}  # share of the steps, and most questions of each task and length
-WIDTH, BATCH, PASSED, SMOOTHING, LONGEST = 64, 32, 0.85, 0.1, 10
+WIDTH, BATCH, PASSED, SMOOTHING, LONGEST = 64, 32, 0.8, 0.1, 10
 LENGTHS = {"short": (0, LONGEST), "longer": (LONGEST, 2 * LONGEST)}  # sentences above, and at most
 # per cent; the paper's table 2
 PAPER = {
@@ -116,7 +117,7 @@ def new(entry: Entry, seed: int) -> Trainable[Any]:
 
 def stories_of(task: int) -> Stories:
     """What a task is trained on."""
-    return Stories(kinds=(KINDS[task - 1],), queries=4, everything=True)
+    return Stories(kinds=(KINDS[task - 1],), queries=4, everything=task in HANGING)
 
 
 def step(memory: Trainable[Any], entry: Entry, optimizer: torch.optim.Optimizer, *, task: int, sentences: int, generator: torch.Generator) -> float:
@@ -272,6 +273,7 @@ def main() -> int:
     parser.add_argument("--scale", choices=SCALES, default="small")
     parser.add_argument("--seed", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=list(MEMORIES))
+    parser.add_argument("--task", type=int, nargs="+", choices=LADDERS, default=list(LADDERS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
@@ -280,7 +282,7 @@ def main() -> int:
         place = ROWS / "gradmem_babi.jsonl" if arguments.report or arguments.scale == "full" else Path(folder) / "rows.jsonl"
         rows = read_lines(place)
         for seed, name in () if arguments.report else product(arguments.seed, arguments.memory):
-            missing = [task for task in LADDERS if not any((r["memory"], r["task"], r["seed"]) == (name, f"QA{task}", seed) for r in rows)]
+            missing = [task for task in arguments.task if not any((r["memory"], r["task"], r["seed"]) == (name, f"QA{task}", seed) for r in rows)]
             relative = round(cost(MEMORIES[name]), 3) if missing else 1.0
             for task in missing:
                 if time.process_time() < 60 * arguments.minutes:

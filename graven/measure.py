@@ -15,6 +15,7 @@ from graven.memory.gradient import GradMem
 from graven.tasks.base import Episode, Tokens
 from graven.tasks.phonebook import Phonebook
 from graven.tasks.retrieval import Retrieval
+from graven.tasks.stories import Stories
 
 CONTEXTS_AT_ONCE = 10  # more at once leave the cache
 
@@ -62,7 +63,7 @@ def right(logits: Float[Tensor, "B Q S A"], episode: Episode) -> Bool[Tensor, "B
 
 @torch.no_grad()
 def exact_match(
-    memory: Memory[Any], task: Retrieval | Phonebook, *, pairs: int, steps: Sequence[int] | None = None, contexts: int, seed: int
+    memory: Memory[Any], task: Retrieval | Phonebook | Stories, *, pairs: int, steps: Sequence[int] | None = None, contexts: int, seed: int
 ) -> Iterator[Row]:
     """One row for each number of steps, or one row of a memory that takes none; a write of more steps continues that of fewer.
 

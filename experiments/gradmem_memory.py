@@ -23,6 +23,16 @@ SLOTS, STEPS = (1, 2, 4, 8), (1, 2, 3)
 CELLS = {f"{slots} vectors, K = {k}": Cell(memory=dataclasses.replace(PLAIN, slots=slots, steps=k)) for slots in SLOTS for k in STEPS}
 
 
+def whole(rows: list[Row]) -> tuple[list[Row], str]:
+    """Rows of the seeds that have every cell, and a sentence on what the others lack."""
+    lacking = {
+        seed: [name for name in CELLS if not exact([row for row in rows if row["seed"] == seed], name, 0)] for seed in {row["seed"] for row in rows}
+    }
+    kept = [row for row in rows if not lacking[row["seed"]]]
+    left_out = "; ".join(f"seed {seed} is left out, it lacks {', '.join(names)}" for seed, names in sorted(lacking.items()) if names)
+    return kept, left_out or ("" if rows else "there are no rows yet: run with --scale full")
+
+
 def mean(rows: list[Row], slots: int, steps: int) -> float:
     """Over seeds, at the steps of training."""
     values = exact(rows, f"{slots} vectors, K = {steps}", steps)
@@ -69,14 +79,18 @@ def main() -> int:
     arguments = options()
     place = HERE / "rows" / "gradmem_memory.jsonl"
     if arguments.report:
-        rows = read_lines(place)
-        draw(rows, FIGURES / "gradmem_memory.png")
+        rows = read_lines(place) if place.exists() else []
     else:
         with tempfile.TemporaryDirectory() as folder:
             target = place if arguments.scale == "full" else Path(folder) / "rows.jsonl"
             rows = run(CELLS, target, seeds=arguments.seed, scale=arguments.scale)
-    if all(exact(rows, name, 0) for name in CELLS):
+    rows, left_out = whole(rows)
+    if left_out:
+        print(f"{left_out}.\n")
+    if rows:
         print(report(rows) + "\n\n" + "\n".join(verdict(rows)))
+        if arguments.report:
+            draw(rows, FIGURES / "gradmem_memory.png")
     return 0
 
 

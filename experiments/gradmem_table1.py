@@ -55,6 +55,7 @@ PAPER = {
     "RMT": (100, 100, 45.5, 44.3, 19.3, 12.9), "GradMem K=1": (100, 99.7, 96.3, 86.9, 58.6, 32.6), "GradMem K=2": (100, 100, 99.6, 98.3, 72.8, 34.2),
     "GradMem K=5": (100, 100, 100, 99.9, 99.1, 88.4),
 }  # fmt: skip
+FAMILIES = (("written by gradients", ("GradMem", "prefix", "first order")), ("written by a forward pass", ("RMT", "ARMT", "KV")), ("recurrent", ()))
 # rates of the authors' code, by pairs
 ALPHA = {4: 0.04, 8: 0.04, 16: 0.04, 32: 0.12, 64: 0.08, 96: 0.08}
 
@@ -104,7 +105,7 @@ def paper_cell(name: str, pairs: int, seed: int, *, steps: int, stop_after: int)
 
 def seconds_of(name: str, pairs: int) -> float:
     """CPU seconds of a training step of the paper's batch: of a second micro-batch, times the micro-batches of a batch."""
-    spec = paper_spec(name, pairs, 0, steps=2)
+    spec = paper_spec(name, pairs, 0, steps=8)
     few = dataclasses.replace(spec.optimizer, batch=spec.optimizer.micro_batch)
     curve: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -184,27 +185,28 @@ def verdict(rows: list[Row]) -> list[str]:
     return [f"{'holds' if good else 'FAILS'}   {text}" for good, text in gates]
 
 
+def family(name: str) -> int:
+    """Which of `FAMILIES` a memory belongs to."""
+    return next((number for number, (_, starts) in enumerate(FAMILIES) if name.startswith(starts)), len(FAMILIES) - 1)
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    """Exact match against bytes, one mark a memory, one panel a number of pairs; every seed a small dot."""
-    sizes, names = sorted({row["pairs"] for row in rows}), list(dict.fromkeys(row["memory"] for row in rows))
-    with figure(path, width=5.6 * len(sizes), height=4.2, columns=len(sizes)) as panels:
+    """One line a memory, the best on top: every seed a dot, their mean a bar; dotted: the best answer that ignores the key."""
+    sizes = sorted({row["pairs"] for row in rows})
+    with figure(path, width=6.4 * len(sizes), height=5.0, columns=len(sizes)) as panels:
         for axes, pairs in zip(panels, sizes, strict=True):
-            for number, name in enumerate(names):
-                own = [row for row in rows if row["memory"] == name and row["pairs"] == pairs]
-                if own:
-                    mean, colour = sum(row["exact_match"] for row in own) / len(own), f"C{number % 10}"
-                    axes.plot([row["bytes"] for row in own], [100 * row["exact_match"] for row in own], ".", ms=3, color=colour)
-                    axes.plot(
-                        own[0]["bytes"],
-                        100 * mean,
-                        "os^Dv<>PX*"[number % 10],
-                        ms=7,
-                        color=colour,
-                        mfc="none" if number > 9 else colour,
-                        label=name,
-                    )
-            axes.set(title=f"{pairs} pairs", xlabel="bytes of state", ylabel="exact match, %", xscale="log", ylim=(0, 103))
-        panels[-1].legend(frameon=False, fontsize=7, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            found = {name: [row for row in rows if (row["memory"], row["pairs"]) == (name, pairs)] for name, size in means(rows) if size == pairs}
+            names = sorted(found, key=lambda name: sum(row["exact_match"] for row in found[name]) / len(found[name]))
+            axes.axvline(100 * blind(pairs), color="0.6", lw=1, ls=":")
+            for place, name in enumerate(names):
+                values = [100 * row["exact_match"] for row in found[name]]
+                axes.plot(values, [place] * len(values), ".", ms=6, color=f"C{family(name)}")
+                axes.plot([sum(values) / len(values)], [place], "|", ms=13, mew=2.5, color=f"C{family(name)}")
+            axes.set_yticks(range(len(names)), [f"{name}, {found[name][0]['bytes']} bytes" for name in names], fontsize=8)
+            axes.set(title=f"{pairs} pairs", xlabel="exact match, %", xlim=(0, 103))
+        for number, (label, _) in enumerate(FAMILIES):
+            panels[0].plot([], [], "o", color=f"C{number}", label=label)
+        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
 
 
 def report(rows: list[Row], title: str) -> str:

@@ -94,7 +94,7 @@ def prefix(steps: int, *, slots: int = 1) -> PrefixSpec:
 
 
 def armt(*, features: int, order: int, **settings: Any) -> Entry:
-    """Segments of one pair. At a rate of 1e-2 its features die: products of rectified numbers, and a read of none has no gradient."""
+    """Segments of one pair. At a rate of 1e-2 features die: they are products of rectified numbers, and a read of none has no gradient."""
     return Entry(spec=ARMTSpec(slots=4, features=features, order=order, segment=5, value_start=1.0), rate=4e-3, first=(1,), **settings)
 
 
@@ -103,7 +103,7 @@ def recurrent(mixer: Mixer, **settings: Any) -> Entry:
 
 
 def lact(**settings: Any) -> Entry:
-    """One large fast network and convolutions, which halve the steps at two pairs; no Muon, of which a step costs more and no fewer are needed."""
+    """One large fast network and convolutions, which halve the steps at two pairs; no Muon, whose steps cost more than it saves."""
     spec = LaCTSpec(width=WIDTH, heads=1, hidden=32, chunk=10, window=4, momentum=False, muon=False, rate=1.0, convolution=4)
     return recurrent(spec, model=OWN | ONE, rate=FAST, **settings)
 

@@ -1,9 +1,10 @@
-"""Every memory with the same bytes of state, at two sizes and at equal compute.                          arXiv:2603.13875v2, appendix G and H
+"""Every memory with the same bytes of state, at three sizes and at equal compute.                         arXiv:2603.13875v2, appendix G and H
 
 Claim    At equal bytes and equal training compute GradMem answers more keys than any memory that is written without a gradient of its own.
 Differs  The paper's appendices are not in our hands; the design is ours, on the model of gradmem_bench.py. A state counts whole: windows of
-         convolutions, normalisers and unfinished chunks too. TTT-Linear was not seen to train below 5.5 kB, LaCT not at all; it, and the KV
-         cache, which has no size of its own, are left to table 1. A state of 6 kB is the natural size of the recurrent memories at this width.
+         convolutions, normalisers and unfinished chunks too. TTT-Linear was not seen to train below 5.5 kB, LaCT not below 17 kB (both were
+         tried); LaCT, and the KV cache, which has no size of its own, are left to table 1. ARMT has 2 features at 1 kB: there each token has one
+         feature that is not 0. A state of 6 kB is the natural size of the recurrent memories at this width.
 Cost     --scale small: about 10 CPU minutes a seed; resumable by --minutes.   (estimated from the rows of table 1)
 
     python experiments/gradmem_state_matched.py [--scale medium --seed 0 --minutes 15]       measure what has no row yet

@@ -4,10 +4,11 @@ Claim    At the same bytes a memory that is written by gradient steps through wh
          passes; repeated forward writes add little; without the second derivative hardly anything is learned. The KV cache is the upper bound.
 Differs  --scale small and medium are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on the
          embeddings; four vectors; four or eight pairs, after a curriculum of fewer. Compute is the CPU time of 160 or 400 training steps of
-         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); RMT has a second row with four times as much. --scale paper is
-         the paper's model, task and grid, without a convolution; every memory takes the same number of training steps there.
-Cost     --scale small: about 20 CPU seconds a memory and seed on a busy core.  --scale medium: three times that (estimated).  --scale paper:
-         see `--estimate`.
+         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); RMT, ARMT and LaCT have a second row with four times as much, for
+         with once they stand at a guess at four pairs. --scale paper is the paper's model, task and grid, without a convolution; every memory
+         takes the same number of training steps there.
+Cost     --scale small: 13 to 21 CPU seconds a memory and seed, 60 to 72 with four times the compute.  --scale medium: 50 to 70 s.  --scale paper:
+         see `--estimate`, which takes about five CPU minutes.
 
     python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
     python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --train-steps 200     go on with one cell for so many steps
@@ -220,7 +221,8 @@ def report(rows: list[Row], title: str) -> str:
             own = [row for row in rows if (row["memory"], row["pairs"]) == (name, pairs)]
             seconds = sum(row["cpu_seconds"] for row in own) / len(own)
             facts = f"{len(own)} | {own[0]['steps']} | {seconds:.0f} | {own[0]['write_flops'] / 1e6:.1f}"
-            lines.append(f"| {name} | {own[0]['bytes']} | {spread(of[name])} | {facts} |")
+            value = spread(of[name]) if len(own) > 1 else f"{100 * own[0]['exact_match']:.1f}"
+            lines.append(f"| {name} | {own[0]['bytes']} | {value} | {facts} |")
         lines.append(f"\nA memory that knows the values and ignores the key is right in {100 * blind(pairs):.1f} %.\n" if title in SCALES else "")
     return "\n".join(lines)
 

@@ -137,9 +137,9 @@ def estimates(place: Path, *, steps: int, most: float) -> list[Row]:
         own = [row for row in rows if row["memory"] == name]
         for pairs in GRID[len(own) :]:
             sizes, costs, began = [row["pairs"] for row in own], [row["seconds_a_step"] for row in own], time.process_time()
-            guess = through_three(sizes, costs, pairs) if len(own) >= 3 else 0.0
-            measured = guess <= most * BATCH_OVER_MICRO
-            costs.append(round(seconds_of(name, pairs) if measured else guess, 3))
+            expected = through_three(sizes, costs, pairs) if len(own) >= 3 else 0.0
+            measured = expected <= most * BATCH_OVER_MICRO
+            costs.append(round(seconds_of(name, pairs) if measured else expected, 3))
             taken = {stage.pairs[0]: stage.at_most for stage in paper_spec(name, pairs, 0, steps=steps).stage}
             hours = sum(taken[size] * cost for size, cost in zip(taken, costs, strict=True)) / 3600
             spent = round(time.process_time() - began, 1)

@@ -167,7 +167,7 @@ def main() -> int:
             rows.append(screened(name, trial))
             write_lines(PLACE, rows)
             print(name, rows[-1]["stages"], flush=True)
-    print(report(rows))
+    print(report(sorted(rows, key=lambda row: list(TRIALS).index(row["memory"]))))
     return 0
 
 

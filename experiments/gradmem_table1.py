@@ -4,14 +4,15 @@ Claim    At the same bytes a memory that is written by gradient steps through wh
          passes; repeated forward writes add little; without the second derivative hardly anything is learned. The KV cache is the upper bound.
 Differs  --scale small and medium are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on the
          embeddings; four vectors; four or eight pairs, after a curriculum of fewer. Compute is the CPU time of 160 or 400 training steps of
-         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); RMT has a second row with four times as much. --scale paper is
-         the paper's model, task and grid, without a convolution; every memory takes the same number of training steps there.
-Cost     --scale small: about 20 CPU seconds a memory and seed on a busy core.  --scale medium: three times that (estimated).  --scale paper:
-         see `--estimate`.
+         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); RMT, ARMT and LaCT have a second row with four times as much, for
+         with once they stand at a guess at four pairs. --scale paper is the paper's model, task and grid, without a convolution; every memory
+         takes the same number of training steps there.
+Cost     --scale small: 13 to 21 CPU seconds a memory and seed, 60 to 72 with four times the compute.  --scale medium: 50 to 70 s.  --scale paper:
+         see `--estimate`, which takes about five CPU minutes.
 
     python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
     python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --train-steps 200     go on with one cell for so many steps
-    python experiments/gradmem_table1.py --scale paper --estimate         CPU hours of each cell of the paper's grid, from three steps
+    python experiments/gradmem_table1.py --scale paper --estimate         CPU hours of each cell of the paper's grid, from one micro-batch a size
     python experiments/gradmem_table1.py --report                         tables, figure and verdict from the rows
 """
 
@@ -19,12 +20,15 @@ import argparse
 import dataclasses
 import math
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from gradmem_bench import FIGURES, MEMORIES, ROWS, SCALES, Row, gradmem, resumed, spread
+from gradmem_bench import FIGURES, MEMORIES, ROWS, SCALES, Row, blind, gradmem, resumed
+from gradmem_cell import spread
 
 from graven.cost import cost_of
 from graven.layers.decoder import DecoderSpec
@@ -38,20 +42,21 @@ from graven.memory.recurrent import RecurrentSpec
 from graven.memory.rules import SGD
 from graven.report import figure, read_lines, table, write_lines
 from graven.tasks.retrieval import Retrieval
-from graven.train import Optimizer, Stage, TrainSpec, load_trained, longest, train
+from graven.train import Optimizer, Stage, TrainSpec, load_trained, train
 
 SEEDS = (0, 1, 2)
 PLACES = {scale: ROWS / f"gradmem_table1_{scale}.jsonl" for scale in (*SCALES, "paper")}
 RUNS = Path("runs") / "gradmem_table1"
+ESTIMATES = ROWS / "gradmem_table1_estimate.jsonl"
 GRID = (4, 8, 16, 32, 64, 96)
+BATCH_OVER_MICRO = 8  # of `paper_spec`
 # per cent by pairs; the paper's table 1, means of three runs
 PAPER = {
     "KV cache": (100, 100, 99.8, 99.8, 96.5, 98.8), "Mamba": (99.9, 98.9, 98.7, 90.2, 95.2, 92.2), "ARMT": (99.0, 98.5, 97.4, 54.9, 22.6, 15.2),
     "RMT": (100, 100, 45.5, 44.3, 19.3, 12.9), "GradMem K=1": (100, 99.7, 96.3, 86.9, 58.6, 32.6), "GradMem K=2": (100, 100, 99.6, 98.3, 72.8, 34.2),
     "GradMem K=5": (100, 100, 100, 99.9, 99.1, 88.4),
 }  # fmt: skip
-# no setting of these was seen to train at this size: their rows say that so many steps were too few, not what they could hold
-NOT_TUNED = {"ARMT", "LaCT"}
+FAMILIES = (("written by gradients", ("GradMem", "prefix", "first order")), ("written by a forward pass", ("RMT", "ARMT", "KV")), ("recurrent", ()))
 # rates of the authors' code, by pairs
 ALPHA = {4: 0.04, 8: 0.04, 16: 0.04, 32: 0.12, 64: 0.08, 96: 0.08}
 
@@ -77,7 +82,7 @@ def paper_spec(name: str, pairs: int, seed: int, *, steps: int) -> TrainSpec:
     )
     return TrainSpec(
         seed=seed, task=task, model=DecoderSpec(vocabulary=task.vocabulary, width=128, layers=4, **heads), memory=memory,
-        optimizer=Optimizer(rate=1e-4, batch=64, micro_batch=8, warm_up=10_000), stage=stages, checkpoint_every=50,
+        optimizer=Optimizer(rate=1e-4, batch=8 * BATCH_OVER_MICRO, micro_batch=8, warm_up=10_000), stage=stages, checkpoint_every=50,
     )  # fmt: skip
 
 
@@ -99,24 +104,53 @@ def paper_cell(name: str, pairs: int, seed: int, *, steps: int, stop_after: int)
     }]  # fmt: skip
 
 
-def estimates(*, steps: int) -> list[Row]:
-    """CPU hours of a cell at most, from three steps at its number of pairs."""
-    rows = []
+def seconds_of(name: str, pairs: int) -> float:
+    """CPU seconds of a training step of the paper's batch: of a second micro-batch, times the micro-batches of a batch."""
+    spec = paper_spec(name, pairs, 0, steps=8)
+    few = dataclasses.replace(spec.optimizer, batch=spec.optimizer.micro_batch)
+    curve: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        train(dataclasses.replace(spec, stage=spec.stage[-1:], optimizer=few), Path(folder) / "run", stop_after=2, report=curve.append)
+    return (curve[1]["cpu_seconds"] - curve[0]["cpu_seconds"]) * spec.optimizer.batch / few.batch
+
+
+def through_three(sizes: Sequence[int], values: Sequence[float], size: int) -> float:
+    """The parabola through the last three points, at another place.
+
+    >>> through_three((4, 1, 2, 3), (0.0, 1.0, 4.0, 9.0), 5)
+    25.0
+    """
+    x, y = sizes[-3:], values[-3:]
+    return sum(y[i] * math.prod((size - x[j]) / (x[i] - x[j]) for j in range(3) if j != i) for i in range(3))
+
+
+def estimates(place: Path, *, steps: int, most: float) -> list[Row]:
+    """CPU hours of each cell of the paper's grid at most, every stage of its curriculum at its own cost.
+
+    Args:
+        place: File of the rows; those that are there are passed over.
+        steps: Of the last stage.
+        most: CPU seconds that a micro-batch may be expected to take; where it would be more, the cost is extrapolated in the number of pairs.
+    """
+    rows = read_lines(place) if place.exists() else []
     for name in PAPER:
-        for pairs in GRID:
-            spec = paper_spec(name, pairs, 0, steps=steps)
-            began = dataclasses.replace(spec, stage=spec.stage[-1:])
-            place = RUNS / "estimates" / f"{name}_{pairs}_{time.time_ns()}"
-            curve: list[dict[str, Any]] = []
-            train(began, place, stop_after=3, report=curve.append)
-            rows.append({"memory": name, "pairs": pairs, "hours": curve[-1]["cpu_seconds"] / 3 * longest(spec) / 3600})
-            print(rows[-1], flush=True)
+        own = [row for row in rows if row["memory"] == name]
+        for pairs in GRID[len(own) :]:
+            sizes, costs, began = [row["pairs"] for row in own], [row["seconds_a_step"] for row in own], time.process_time()
+            expected = through_three(sizes, costs, pairs) if len(own) >= 3 else 0.0
+            measured = expected <= most * BATCH_OVER_MICRO
+            costs.append(round(seconds_of(name, pairs) if measured else expected, 3))
+            taken = {stage.pairs[0]: stage.at_most for stage in paper_spec(name, pairs, 0, steps=steps).stage}
+            hours = sum(taken[size] * cost for size, cost in zip(taken, costs, strict=True)) / 3600
+            spent = round(time.process_time() - began, 1)
+            own.append({
+                "memory": name, "pairs": pairs, "seconds_a_step": costs[-1], "measured": measured, "steps": taken, "hours": round(hours, 1),
+                "cpu_seconds": spent, "torch": str(torch.__version__),
+            })  # fmt: skip
+            rows.append(own[-1])
+            write_lines(place, rows)
+            print(own[-1], flush=True)
     return rows
-
-
-def labelled(memory: str) -> str:
-    """Its name, and whether it was tuned."""
-    return f"{memory} (not tuned)" if memory in NOT_TUNED else memory
 
 
 def means(rows: list[Row]) -> dict[tuple[str, int], list[float]]:
@@ -152,40 +186,45 @@ def verdict(rows: list[Row]) -> list[str]:
     return [f"{'holds' if good else 'FAILS'}   {text}" for good, text in gates]
 
 
+def family(name: str) -> int:
+    """Which of `FAMILIES` a memory belongs to."""
+    return next((number for number, (_, starts) in enumerate(FAMILIES) if name.startswith(starts)), len(FAMILIES) - 1)
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    """Exact match against bytes, one mark a memory, one panel a number of pairs; every seed a small dot."""
-    sizes, names = sorted({row["pairs"] for row in rows}), list(dict.fromkeys(row["memory"] for row in rows))
-    with figure(path, width=5.6 * len(sizes), height=4.2, columns=len(sizes)) as panels:
+    """One line a memory, the best on top: every seed a dot, their mean a bar; dotted: the best answer that ignores the key."""
+    sizes = sorted({row["pairs"] for row in rows})
+    with figure(path, width=6.4 * len(sizes), height=5.0, columns=len(sizes)) as panels:
         for axes, pairs in zip(panels, sizes, strict=True):
-            for number, name in enumerate(names):
-                own = [row for row in rows if row["memory"] == name and row["pairs"] == pairs]
-                if own:
-                    mean, colour = sum(row["exact_match"] for row in own) / len(own), f"C{number % 10}"
-                    axes.plot([row["bytes"] for row in own], [100 * row["exact_match"] for row in own], ".", ms=3, color=colour)
-                    axes.plot(
-                        own[0]["bytes"],
-                        100 * mean,
-                        "os^Dv<>PX*"[number % 10],
-                        ms=7,
-                        color=colour,
-                        mfc="none" if number > 9 else colour,
-                        label=labelled(name),
-                    )
-            axes.set(title=f"{pairs} pairs", xlabel="bytes of state", ylabel="exact match, %", xscale="log", ylim=(0, 103))
-        panels[-1].legend(frameon=False, fontsize=7, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+            found = {name: [row for row in rows if (row["memory"], row["pairs"]) == (name, pairs)] for name, size in means(rows) if size == pairs}
+            names = sorted(found, key=lambda name: sum(row["exact_match"] for row in found[name]) / len(found[name]))
+            axes.axvline(100 * blind(pairs), color="0.6", lw=1, ls=":")
+            for place, name in enumerate(names):
+                values = [100 * row["exact_match"] for row in found[name]]
+                axes.plot(values, [place] * len(values), ".", ms=6, color=f"C{family(name)}")
+                axes.plot([sum(values) / len(values)], [place], "|", ms=13, mew=2.5, color=f"C{family(name)}")
+            axes.set_yticks(range(len(names)), [f"{name}, {found[name][0]['bytes']} bytes" for name in names], fontsize=8)
+            axes.set(title=f"{pairs} pairs", xlabel="exact match, %", xlim=(0, 103))
+        for number, (label, _) in enumerate(FAMILIES):
+            panels[0].plot([], [], "o", color=f"C{number}", label=label)
+        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def report(rows: list[Row], title: str) -> None:
-    """A table of means and spreads, and one of the compute that they took."""
-    cells = [{"memory": labelled(memory), "pairs": pairs, "value": spread(values)} for (memory, pairs), values in means(rows).items()]
-    print(f"{title}: exact match, % (mean and deviation of seeds)\n{table(cells, row='memory', column='pairs', value=lambda cell: cell['value'])}\n")
-    facts = []
-    for memory in dict.fromkeys(row["memory"] for row in rows):
-        own = max((row for row in rows if row["memory"] == memory), key=lambda row: row["pairs"])
-        facts += [
-            {"memory": memory, "fact": fact, "value": f"{own[fact]:,}"} for fact in ("bytes", "write_flops", "read_flops", "steps", "cpu_seconds")
-        ]
-    print(f"at the most pairs, first seed\n{table(facts, row='memory', column='fact', value=lambda cell: cell['value'])}\n")
+def report(rows: list[Row], title: str) -> str:
+    """A line for each memory, the best first, for each number of pairs."""
+    lines = []
+    for pairs in sorted({row["pairs"] for row in rows}):
+        lines += [f"{title}, {pairs} pairs", "", "| memory | bytes | exact match, % (worst and best seed) | seeds | steps | CPU s | write, MFLOP |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        of = {name: values for (name, size), values in means(rows).items() if size == pairs}
+        for name in sorted(of, key=lambda name: -sum(of[name]) / len(of[name])):
+            own = [row for row in rows if (row["memory"], row["pairs"]) == (name, pairs)]
+            seconds = sum(row["cpu_seconds"] for row in own) / len(own)
+            facts = f"{len(own)} | {own[0]['steps']} | {seconds:.0f} | {own[0]['write_flops'] / 1e6:.1f}"
+            value = spread(of[name]) if len(own) > 1 else f"{100 * own[0]['exact_match']:.1f}"
+            lines.append(f"| {name} | {own[0]['bytes']} | {value} | {facts} |")
+        lines.append(f"\nA memory that knows the values and ignores the key is right in {100 * blind(pairs):.1f} %.\n" if title in SCALES else "")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -198,13 +237,14 @@ def main() -> int:
     parser.add_argument("--train-steps", type=int, default=10**6, help="training steps of this call, for each cell of the paper's grid")
     parser.add_argument("--most", type=int, default=100_000, help="training steps of a cell of the paper's grid, its curriculum apart")
     parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of --estimate: CPU seconds of a micro-batch above which it is extrapolated")
     parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.estimate:
-        cells = estimates(steps=arguments.most)
-        print(table(cells, row="memory", column="pairs", value=lambda cell: f"{cell['hours']:.0f}"))
+        cells = estimates(ESTIMATES, steps=arguments.most, most=arguments.seconds)
+        print(table(cells, row="memory", column="pairs", value=lambda cell: f"{'' if cell['measured'] else '~'}{cell['hours']:.0f}"))
         return 0
     if arguments.scale == "paper" and not arguments.report:
         rows = read_lines(PLACES["paper"]) if PLACES["paper"].exists() else []
@@ -223,7 +263,7 @@ def main() -> int:
         found = {scale: read_lines(place) for scale, place in PLACES.items() if place.exists()}
         draw([row for scale in SCALES for row in found.get(scale, [])], FIGURES / "gradmem_table1.png")
     for scale, rows in found.items():
-        report(rows, scale)
+        print(report(rows, scale))
         print("\n".join(verdict(rows)))
     return 0
 

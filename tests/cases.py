@@ -1,5 +1,6 @@
 """The memories that must obey the laws of `test_memory_laws.py`. A new memory is one more row."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -113,6 +114,7 @@ MEMORIES = {
     "Gated DeltaNet, convolution": Case(parts=True, make=recurrent(GATED_DELTA, convolution=3)),
     "gated linear attention": Case(parts=True, make=recurrent(GLA, convolution=3, key_value_heads=2)),
     "TTT-Linear": Case(parts=True, make=recurrent(TTT)),
+    "LaCT, convolutions": Case(parts=True, tolerance=3e-4, make=recurrent(dataclasses.replace(LACT, convolution=3))),
     "LaCT": Case(parts=True, tolerance=3e-4, make=recurrent(LACT, convolution=3)),
     "Mamba": Case(parts=True, make=recurrent(MAMBA, heads=1, key_value_heads=1)),
     "Mamba-2, convolution": Case(parts=True, make=recurrent(MAMBA2, convolution=3, key_value_heads=2)),

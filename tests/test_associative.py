@@ -97,6 +97,14 @@ def test_at_the_start_it_is_its_base_model_and_only_the_values_learn_at_first(ge
     assert not any(x.q.weight.grad.any() or x.k.weight.grad.any() or x.strength.weight.grad.any() for x in memory.associations)
 
 
+def test_where_values_start_at_random_all_maps_learn_at_once(generator):
+    memory = ARMT(small(), ARMTSpec(**SPEC, value_start=2.0), seed=3)
+    spreads = [float(x.v.weight.detach().std()) * memory.model.width**0.5 for x in memory.associations]
+    assert spreads == pytest.approx([2.0] * len(spreads), rel=0.15)  # of a thousand numbers: 3 % is one deviation
+    memory.read(memory.write(memory.start(2), tokens(generator, 2, 9)), tokens(generator, 2, 3)).square().sum().backward()
+    assert all(x.q.weight.grad.any() and x.k.weight.grad.any() and x.strength.weight.grad.any() for x in memory.associations)
+
+
 def test_the_first_segment_reads_nothing_and_the_second_what_it_wrote(generator):
     """The state after two segments, computed from the parts: nothing of the second sees its own write."""
     memory, context = armt(), tokens(generator, 1, 8)
@@ -128,3 +136,7 @@ def test_the_state_is_a_matrix_and_a_normaliser_a_layer():
 @pytest.mark.parametrize("name", ["slots", "features", "segment", "order"])
 def test_a_wrong_spec_is_refused(name):
     assert_refused(SpecError, f"`{name}` is 0", lambda: ARMTSpec(**{**SPEC, "order": 3, name: 0}))
+
+
+def test_a_negative_spread_of_values_is_refused():
+    assert_refused(SpecError, "`value_start` is -1.0", lambda: ARMTSpec(**SPEC, value_start=-1.0))

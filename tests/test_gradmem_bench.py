@@ -1,7 +1,9 @@
 """The bench of all memories: every entry can be made, equal bytes are equal, rows that are there are passed over, verdicts can fail."""
 
 import importlib
+import itertools
 import math
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -29,8 +31,8 @@ def row(memory, value, *, pairs=4, seed=0, size=512):
 def test_memories_of_equal_bytes_have_them(module):
     bench, matched = module("gradmem_bench"), module("gradmem_state_matched")
     sizes = {name: size_of(bench.new(entry, 0).start(1)) for name, entry in matched.ENTRIES.items()}
-    for suffix in ("1 kB", "6 kB"):
-        own = [size for name, size in sizes.items() if name.endswith(suffix)]
+    for suffix in ("1 kB", "2.5 kB", "6 kB"):
+        own = [size for name, size in sizes.items() if name.endswith(f", {suffix}")]
         assert len(own) >= 8
         assert max(own) <= matched.SLACK * min(own)
 
@@ -44,6 +46,43 @@ def test_every_memory_of_the_bench_trains_a_step_and_is_measured(module, monkeyp
         assert found["steps"] == 2
         assert [stage[:2] for stage in found["spec"]["stages"]] == [[2, 1], [3, 1]]
         assert 0 <= found["exact_match"] <= 1 < found["write_flops"]
+
+
+def test_stages_before_those_of_the_scale_end_in_time(module, monkeypatch):
+    bench = module("gradmem_bench")
+    monkeypatch.setattr(bench, "CONTEXTS", 4)
+    monkeypatch.setattr(bench, "SCALES", {"tiny": (3, (2,), 8)})
+    found = bench.run("ARMT", bench.armt(features=2, order=1), 0, scale="tiny", cost=1.0)
+    assert [stage[:2] for stage in found["spec"]["stages"]] == [[1, 2], [2, 2], [3, 4]]
+
+
+def test_the_best_answer_without_the_key_is_the_most_frequent_value(module, monkeypatch):
+    """All contexts of three and four pairs, one by one."""
+    bench = module("gradmem_bench")
+    monkeypatch.setattr(bench, "TASK", bench.Retrieval(key_length=1, value_length=1, symbols=5))
+    for pairs in (3, 4):
+        counts = [max(Counter(values).values()) for values in itertools.product(range(5), repeat=pairs)]
+        assert bench.blind(pairs) == pytest.approx(sum(counts) / len(counts) / pairs, rel=1e-12)
+
+
+def test_a_setting_is_screened_up_its_ladder_and_no_longer_than_it_may(module, monkeypatch):
+    tuning = module("gradmem_tuning")
+    monkeypatch.setattr(tuning, "step", lambda *_, **__: 1.0)
+    right, late = (tuning.screened("RMT", tuning.rmt(6e-3, ladder=(2, 4), seconds=seconds)) for seconds in (60, 0))
+    assert right["stages"] == [[2, 19, 0.865], [4, 19, 0.865]]  # 1 - 0.9^19
+    assert late["stages"] == [[2, 0, 0.0], [4, 0, 0.0]]
+    assert tuning.report([right]).splitlines()[2] == f"| RMT | 512 | {right['cpu_seconds']} | 2: 19, 86 %; 4: 19, 86 % |"
+
+
+def test_the_cost_of_the_papers_grid_is_extrapolated_where_it_would_take_too_long(module, tmp_path, monkeypatch):
+    table1 = module("gradmem_table1")
+    monkeypatch.setattr(table1, "PAPER", {"RMT": ()})
+    monkeypatch.setattr(table1, "seconds_of", lambda _, pairs: pairs**2 / 4)
+    rows = table1.estimates(tmp_path / "rows.jsonl", steps=3600, most=33.0)
+    assert [row["measured"] for row in rows] == [True, True, True, True, False, False]  # at 32 pairs 256 s a batch, 32 of them a micro-batch
+    assert [row["seconds_a_step"] for row in rows] == pytest.approx([pairs**2 / 4 for pairs in table1.GRID])
+    assert [row["hours"] for row in rows[:2]] == [4.0, 17.0]  # the first stage has a quarter of the steps
+    assert table1.estimates(tmp_path / "rows.jsonl", steps=3600, most=33.0) == table1.read_lines(tmp_path / "rows.jsonl")
 
 
 def test_rows_that_are_there_are_passed_over(module, tmp_path, monkeypatch):

@@ -91,6 +91,16 @@ def test_the_grid_of_vectors_and_steps_is_judged_from_its_rows(module, tmp_path)
     assert (tmp_path / "f.png").exists()
 
 
+def test_a_seed_that_lacks_a_cell_is_left_out_and_named(module):
+    experiment = module("gradmem_memory")
+    rows = [{"cell": name, "seed": seed, "evaluated": 0, "exact_match": 0.5} for name in experiment.CELLS for seed in (0, 1)]
+    assert experiment.whole(rows) == (rows, "")
+    kept, said = experiment.whole(rows[:-1])
+    assert {row["seed"] for row in kept} == {0}
+    assert said == "seed 1 is left out, it lacks 8 vectors, K = 3"
+    assert experiment.whole([])[1].startswith("there are no rows yet")
+
+
 def test_the_losses_of_keys_values_and_marks_make_up_that_of_the_write(cell, generator):
     one = cell.Cell()
     memory, episode = cell.new(one, 0), one.draw(3, generator)

@@ -15,6 +15,7 @@ SPECS = {
     "momentum and Muon": LaCTSpec(**SHAPE),
     "plain steps, window shorter than a chunk": LaCTSpec(**SHAPE | {"window": 2}, momentum=False, muon=False),
     "window longer than a chunk": LaCTSpec(**SHAPE | {"window": 7, "chunk": 3}, muon=False),
+    "convolutions": LaCTSpec(**SHAPE, momentum=False, muon=False, convolution=3),
 }
 
 
@@ -29,7 +30,7 @@ def layer(request, generator):
 
 def parts(state):
     """Every tensor of a state."""
-    return [state.weights, *state.steps, state.recent, state.pending]
+    return [state.weights, *state.steps, state.recent, state.pending, state.window]
 
 
 def row(state, i):
@@ -67,9 +68,18 @@ def test_muon_brings_singular_values_near_one_and_leaves_zero(shape, randn):
     assert torch.isfinite(nothing.grad).all()
 
 
+def projected(layer, x):
+    """Queries, keys and values; the convolutions by torch's own."""
+    if not layer.spec.convolution:
+        return layer.qkv(x).chunk(3, -1)
+    seen = F.pad(x, (0, 0, layer.spec.convolution - 1, 0)).mT
+    behind = [F.conv1d(seen, each.weight, each.bias, groups=x.shape[-1]).mT for each in layer.convolutions]
+    return [layer.qkv(rows).chunk(3, -1)[i] for i, rows in enumerate(behind)]
+
+
 def by_hand(layer, x):
     """One row, chunk after chunk: what the fast networks read, scaled, and their weights in the end, every token applied."""
-    spec, (q, k, v) = layer.spec, layer.qkv(x).chunk(3, -1)
+    spec, (q, k, v) = layer.spec, projected(layer, x)
     heads = lambda part: part.unflatten(-1, (spec.heads, -1)).transpose(1, 2)  # noqa: E731
     q, k = (F.normalize(heads(F.silu(part * layer.stretch[i] + layer.offset[i])), dim=-1) for i, part in enumerate((q, k)))
     v, rates = heads(F.silu(v)), F.softplus(layer.rates(x)).unflatten(-1, (3, spec.heads)).permute(2, 0, 3, 1)
@@ -93,7 +103,7 @@ def test_a_whole_layer_is_its_definition(layer, randn):
     x = randn(1, 10, 8)
     y, state = layer(x)
     fast, weights = by_hand(layer, x)
-    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in layer.qkv(x).chunk(3, -1))
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in projected(layer, x))
     angle = torch.arange(10)[:, None] * torch.tensor([1.0, 0.01], dtype=torch.float64)
     turn = torch.polar(torch.ones_like(angle), angle)
     q, k = (torch.view_as_real(torch.complex(z[..., :2].contiguous(), z[..., 2:].contiguous()) * turn).mT.flatten(-2) for z in (q, k))
@@ -147,7 +157,9 @@ def test_padding_is_the_identity_on_every_part_of_the_state(layer, randn, gaps):
 def test_the_state_holds_weights_steps_window_and_place(layer):
     spec, state = layer.spec, layer.start(3)
     fast, kept = 3 * 8 * 6 * (2 if spec.momentum else 1), max(spec.window, spec.chunk) - 1
-    assert sum(part.numel() for part in parts(state)) == 3 * (fast + kept * (16 + (8 if spec.momentum else 6) + 1) + 1)
+    assert sum(part.numel() for part in parts(state)) == 3 * (
+        fast + kept * (16 + (8 if spec.momentum else 6) + 1) + 1 + max(0, spec.convolution - 1) * 8
+    )
 
 
 def test_everything_trains(layer, randn):
@@ -158,7 +170,13 @@ def test_everything_trains(layer, randn):
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"width": 6}, "multiple of 2"), ({"chunk": 0}, "`chunk` is 0"), ({"window": 0}, "`window` is 0"), ({"rate": 0.0}, "`rate` is")],
+    [
+        ({"width": 6}, "multiple of 2"),
+        ({"chunk": 0}, "`chunk` is 0"),
+        ({"window": 0}, "`window` is 0"),
+        ({"rate": 0.0}, "`rate` is"),
+        ({"convolution": -1}, "`convolution` is -1"),
+    ],
 )
 def test_a_wrong_spec_is_refused(settings, words):
     assert_refused(SpecError, words, lambda: LaCTSpec(**SHAPE | settings))

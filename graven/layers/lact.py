@@ -12,10 +12,11 @@ writes nothing.
 
 Source: Zhang et al. 2025, arXiv:2505.23884, sections 3.1 to 3.3 and algorithm 1, with the details of their public code; Jordan et al. 2024 (Muon),
 its five steps with the coefficients of that code. Differs: the last chunk; no rotation of what the fast weights see; the window may be shorter than
-a chunk.
+a chunk; short convolutions, where asked for.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import at_least_one, entered, in_heads, in_order, start_
+from graven.layers.base import Convolution, at_least_one, entered, in_heads, in_order, start_
 from graven.layers.decoder import RMSNorm, angles
 from graven.ops.attention import attention
 from graven.ops.pointwise import rotate
@@ -57,6 +58,8 @@ class LaCTSpec:
         momentum: Steps carry on; twice the state.
         muon: Steps are orthogonalised, so that only the ratios of rates count.
         rate: Of every token at the start.
+        convolution: Tokens that a short convolution before each of queries, keys and values spans; 0 for none, as in the paper. Ours: with it a token
+            can carry the key of an earlier one.
     Raises:
         SpecError: A number is out of range, or `width` is no multiple.
     """
@@ -69,14 +72,15 @@ class LaCTSpec:
     momentum: bool = True
     muon: bool = True
     rate: float = 1e-2
+    convolution: int = 0
     kind: Literal["lact"] = "lact"
 
     def __post_init__(self) -> None:
         at_least_one(width=self.width, heads=self.heads, hidden=self.hidden, chunk=self.chunk, window=self.window)
         if self.width % (2 * self.heads):
             raise SpecError(f"`width` is {self.width} and `heads` is {self.heads}; `width` must be a multiple of 2 * `heads`.")
-        if not self.rate > 0:
-            raise SpecError(f"`rate` is {self.rate}; it must be above 0.")
+        if self.convolution < 0 or not self.rate > 0:
+            raise SpecError(f"`convolution` is {self.convolution} and `rate` is {self.rate}; the first must be at least 0, the second above 0.")
 
 
 class LaCTState(NamedTuple):
@@ -87,12 +91,14 @@ class LaCTState(NamedTuple):
         steps: The last step, before Muon; nothing without momentum.
         recent: Of the last tokens: key, value, rates, momentum, and 1 where there was a token; the latest last.
         pending: How many of them are in a chunk that is not full.
+        window: The last tokens that the convolutions still see; the latest last.
     """
 
     weights: Weights
     steps: tuple[Weights, ...]
     recent: Float[Tensor, "B R E"]
     pending: Float[Tensor, "B"]
+    window: Float[Tensor, "B W D"]
 
 
 class LaCT(nn.Module):
@@ -104,6 +110,7 @@ class LaCT(nn.Module):
         width, features = spec.width, spec.width // spec.heads
         self.qkv = nn.Linear(width, 3 * width, bias=False, dtype=dtype)
         self.out = nn.Linear(width, width, bias=False, dtype=dtype)
+        self.convolutions = nn.ModuleList(Convolution(width, spec.convolution, dtype=dtype) for _ in range(3 if spec.convolution else 0))
         self.rates = nn.Linear(width, 3 * spec.heads, dtype=dtype)
         self.momentum = nn.Linear(width, spec.heads, dtype=dtype) if spec.momentum else None
         self.scale = nn.Linear(width, spec.heads, dtype=dtype)
@@ -122,7 +129,8 @@ class LaCT(nn.Module):
         kept = max(self.spec.window, self.spec.chunk) - 1
         numbers = 2 * self.spec.width + (4 if self.spec.momentum else 3) * self.spec.heads + 1
         steps = (torch.zeros_like(weights),) if self.spec.momentum else ()
-        return LaCTState(weights, steps, weights.new_zeros(batch, kept, numbers), weights.new_zeros(batch))
+        window = weights.new_zeros(batch, max(0, self.spec.convolution - 1), self.spec.width)
+        return LaCTState(weights, steps, weights.new_zeros(batch, kept, numbers), weights.new_zeros(batch), window)
 
     def forward(
         self, x: Float[Tensor, "B T D"], state: LaCTState | tuple[Any, ...] | None = None, mask: Bool[Tensor, "B T"] | None = None
@@ -153,7 +161,7 @@ class LaCT(nn.Module):
         """With padding at the end only."""
         real = x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
         lengths, kept = real.sum(1), state.recent.shape[1]
-        q, k, v = self.qkv(x).chunk(3, -1)
+        (q, k, v), window = self._projected(x, state.window, mask)
         momentum = [] if self.momentum is None else [self.momentum(x).sigmoid()]
         tokens = _wide(torch.cat([k, v, F.softplus(self.rates(x)), *momentum, real[..., None].to(x.dtype)], -1))
         seen = torch.cat([state.recent, tokens * real[..., None]], 1)
@@ -162,7 +170,14 @@ class LaCT(nn.Module):
         y = self.out(fast.flatten(2).to(x.dtype) + self._attention(_wide(q), seen).to(x.dtype))
         columns = torch.arange(kept, device=x.device)
         pending = (state.pending + lengths) % self.spec.chunk
-        return y, end._replace(recent=rows_at(seen, lengths[:, None] + columns), pending=pending)
+        return y, end._replace(recent=rows_at(seen, lengths[:, None] + columns), pending=pending, window=window)
+
+    def _projected(self, x: Tensor, window: Tensor, mask: Tensor | None) -> tuple[Sequence[Tensor], Tensor]:
+        """Queries, keys and values, each behind its convolution, and what these see next."""
+        if not self.convolutions:
+            return self.qkv(x).chunk(3, -1), window
+        (q, window), (k, _), (v, _) = (convolution(x, window, mask) for convolution in self.convolutions)
+        return [F.linear(y, weight) for y, weight in zip((q, k, v), self.qkv.weight.chunk(3), strict=True)], window
 
     def _attention(self, q: Float[Tensor, "B T D"], seen: Float[Tensor, "B S E"]) -> Float[Tensor, "B T D"]:
         """Over the last tokens, rotated by their columns: only differences of positions count."""

@@ -42,8 +42,10 @@ class ARMTSpec:
         segment: Tokens of a segment; the last one of a context may be shorter.
         order: nu, products that each feature is in.
         correction: Keys that were there before do not count in the normaliser again; without it gamma is 1.
+        value_start: Spread of W_v at the start, times the root of the width. Ours: at 0, as in the public code, the first gradient reaches W_v alone,
+            and training begins slowly (docs/log.md).
     Raises:
-        SpecError: A number is below 1, or `features` below 2.
+        SpecError: A number is below 1, `features` below 2, or `value_start` negative.
     """
 
     slots: int
@@ -51,12 +53,15 @@ class ARMTSpec:
     segment: int
     order: int = 3
     correction: bool = True
+    value_start: float = 0.0
     kind: Literal["armt"] = "armt"
 
     def __post_init__(self) -> None:
         at_least_one(slots=self.slots, segment=self.segment, order=self.order)
         if self.features < 2:
             raise SpecError(f"`features` is {self.features}; it must be at least 2: products of the parts of one number are always 0.")
+        if not self.value_start >= 0:
+            raise SpecError(f"`value_start` is {self.value_start}; it must be at least 0.")
 
 
 class ARMT(nn.Module):
@@ -134,7 +139,7 @@ class ARMT(nn.Module):
 
 
 class Association(nn.Module):
-    """The maps of one layer. W_v starts at 0: at the start nothing is written, and the memory is its base model."""
+    """The maps of one layer. Where W_v starts at 0, nothing is written at the start, and the memory is its base model."""
 
     def __init__(self, width: int, spec: ARMTSpec, generator: torch.Generator):
         super().__init__()
@@ -143,6 +148,8 @@ class Association(nn.Module):
         self.v = nn.Linear(width, width, bias=False)
         self.strength = nn.Linear(width, 1)
         nn.init.zeros_(self.v.weight)
+        if spec.value_start:
+            nn.init.normal_(self.v.weight, std=spec.value_start * width**-0.5, generator=generator)
         for parameter in (self.q.weight, self.k.weight, self.strength.weight, self.strength.bias):
             nn.init.uniform_(parameter, -(width**-0.5), width**-0.5, generator=generator)  # torch's own start of a Linear
 

@@ -6,7 +6,9 @@ from random import Random
 import pytest
 import torch
 
+from graven import cli
 from graven.errors import SpecError, TextError
+from graven.measure import exact_match
 from graven.model import load
 from graven.settings import build
 from graven.several import append, merge, values_of
@@ -253,3 +255,35 @@ def test_what_is_no_question_of_this_world_is_refused(question, trained):
     written = trained.write(STORY)
     with pytest.raises(TextError, match="no question of this small world"):
         trained.ask(written, question)
+
+
+# The shipped checkpoint
+
+
+@pytest.fixture(scope="module")
+def shipped():
+    return load("stories")
+
+
+def test_the_shipped_model_answers_a_story_told_by_people(shipped):
+    text = "Mary went to the garden. John moved to the office. Mary took the milk. Mary travelled to the kitchen. Sandra went to the hallway."
+    asked = {"Where is Mary?": "kitchen", "Where is the milk?": "kitchen", "Where was the milk before the kitchen?": "garden"}
+    written = shipped.write(text)
+    assert {answer.query: answer.text for answer in shipped.ask_many(written, list(asked))} == asked
+    assert written.state.shape == (1, 8, 64)
+
+
+def test_the_shipped_model_knows_where_people_are_in_stories_of_ten_sentences(shipped):
+    (row,) = exact_match(shipped.memory, Stories(kinds=("where",)), pairs=10, steps=[shipped.memory.spec.steps], contexts=40, seed=1)
+    assert row.exact_match >= 0.95
+
+
+def test_the_command_line_writes_a_story_and_answers(tmp_path, capsys):
+    (tmp_path / "story.txt").write_text("Mary went to the garden.\nMary took the milk.\nMary moved to the office.\n")
+    out = str(tmp_path / "story.graven")
+    assert cli.main(["write", str(tmp_path / "story.txt"), "-o", out, "--model", "stories"]) == 0
+    assert "3 of 3 queries answered from the memory alone" in capsys.readouterr().out
+    assert cli.main(["ask", out, "Where is Mary?"]) == 0
+    assert capsys.readouterr().out == "office\n"
+    assert cli.main(["ask", out, "Where is John?"]) == 1
+    assert "'Where is John?' is not a key of this memory" in capsys.readouterr().err

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ModelOption = Annotated[
     str | None,
-    typer.Option("--model", metavar="M", help="`records`, `phonebook`, a folder of `graven train`, a model directory, a .gguf or a hub id."),
+    typer.Option("--model", metavar="M", help="`records`, `phonebook`, `stories`, a folder of `graven train`, a model directory, a .gguf, a hub id."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 ProbesOption = Annotated[

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gradmem_bench import CLIP, FIGURES, LAST_RATE, ROWS, WARM_UP, Row, spread
+from gradmem_bench import CLIP, FIGURES, LAST_RATE, ROWS, WARM_UP, Row
+from gradmem_cell import spread
 from torch.nn import functional as F
 
 from graven.cost import cost_of
@@ -256,7 +257,7 @@ def report(rows: list[Row]) -> None:
             if row[what] is not None:
                 groups.setdefault((row["memory"], row["task"]), []).append(row[what])
         cells = [{"memory": memory, "task": task, "value": spread(values)} for (memory, task), values in groups.items()]
-        print(f"{title}: exact match, % (mean and deviation of seeds)\n{table(cells, row='memory', column='task', value=lambda c: c['value'])}\n")
+        print(f"{title}: exact match, % (worst and best seed)\n{table(cells, row='memory', column='task', value=lambda c: c['value'])}\n")
     facts = [{"memory": row["memory"], "fact": fact, "value": f"{row[fact]:,}"} for row in rows for fact in ("bytes", "steps", "cpu_seconds")]
     print(table(facts, row="memory", column="fact", value=lambda c: c["value"]))
     paper = [{"memory": name, "task": f"QA{task}", "value": str(found[task - 1])} for name, found in PAPER.items() for task in LADDERS]

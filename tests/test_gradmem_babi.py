@@ -64,8 +64,8 @@ def test_verdicts_and_tables_follow_the_rows(babi, monkeypatch, tmp_path, capsys
     monkeypatch.setattr(sys, "argv", ["gradmem_babi.py", "--report"])
     assert babi.main() == 0
     told = capsys.readouterr().out
-    assert "| RMT | 100.0, one seed | 60.0, one seed |" in told
-    assert "45.0, one seed" in told  # of longer stories
+    assert "| RMT | 100.0 (100.0 to 100.0) | 60.0 (60.0 to 60.0) |" in told
+    assert "45.0 (45.0 to 45.0)" in told  # of longer stories
     assert (tmp_path / "gradmem_babi.png").exists()
 
 

@@ -126,6 +126,7 @@ def test_a_finished_run_leaves_what_was_trained_and_nothing_else(finished):
     assert about["trained"]["triples"] == "36 of 36"
 
 
+@pytest.mark.plain  # a refusal that a shape check comes before
 def test_memories_of_triples_are_compared_but_not_joined(finished):
     model = load(finished[1])
     one = model.write("w30 w40")

@@ -29,7 +29,7 @@ from graven.tasks.babi import batches
 from graven.tasks.stories import KINDS, Stories
 
 SENTENCES, STEPS = (6, 10, 14), (0, 1, 2, 3, 4, 6)
-STORIES, QUESTIONS = {"small": 20, "full": 200}, {"small": 20, "full": 1000}
+STORIES, QUESTIONS = {"small": 20, "full": 100}, {"small": 20, "full": 300}
 BUCKETS = ((0, 10), (10, 20), (20, 40))  # sentences of bAbI's stories: above, and at most
 GATE = 0.9
 

@@ -154,7 +154,7 @@ class Stories(WorldTask):
 
     Args:
         kinds: Kinds of story, drawn as often as they are named.
-        queries: Questions to a story, Q. Some come twice where a story allows fewer; one that allows none is told again.
+        queries: Questions to a story, Q. Some come twice where a story allows fewer. One that allows none of its own kind is told again.
         everything: Ask whatever a story answers, where half of the questions are what its own kind is named for, in place of these alone. Where a
             thing is hangs on where its holder is, and is hardly learned where nobody is asked for (docs/log.md).
     Raises:
@@ -190,10 +190,10 @@ class Stories(WorldTask):
         while len(stories) < size:
             kind = random.choice(kinds)
             story = told(kind, random.randint((pairs + 1) // 2, pairs), random)
-            asked = [pair for pair in story.asked if self.everything or kind_of(pair[0]) == kind]
-            if asked:
+            own = [pair for pair in story.asked if kind_of(pair[0]) == kind]
+            if own:
                 stories.append(story)
-                questions.append(drawn(asked, self.queries, random, own=kind))
+                questions.append(drawn(story.asked if self.everything else own, self.queries, random, own=kind))
         return episode(stories, questions)
 
 

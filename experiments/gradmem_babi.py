@@ -239,19 +239,19 @@ def verdict(rows: list[Row]) -> list[str]:
 
 def draw(rows: list[Row], path: Path) -> None:
     """A group of bars for each task; every seed a dot."""
-    names = list(dict.fromkeys(row["memory"] for row in rows))
+    names, tasks = list(dict.fromkeys(row["memory"] for row in rows)), sorted({row["task"] for row in rows})
     wide = 0.8 / len(names)
     with figure(path, width=11, height=3.8) as (axes,):
         for number, name in enumerate(names):
             for task in shared(rows, name):
-                at = task + (number - (len(names) - 1) / 2) * wide
+                at = tasks.index(f"QA{task}") + (number - (len(names) - 1) / 2) * wide
                 bar = axes.bar(at, mean(rows, name, task), wide, color=f"C{number % 10}", alpha=1.0 if number < 10 else 0.5)
                 if task == 1:
                     bar.set_label(name)
                 own = [100 * row["exact_match"] for row in rows if (row["memory"], row["task"]) == (name, f"QA{task}")]
                 axes.plot([at] * len(own), own, "k.", ms=2)
-        axes.set(ylabel="exact match, %", ylim=(0, 101), xticks=list(LADDERS), title=f"bAbI, stories of at most {LONGEST} sentences")
-        axes.set_xticklabels([f"QA{task}" for task in LADDERS])
+        axes.set(ylabel="exact match, %", ylim=(0, 101), xticks=range(len(tasks)), title=f"bAbI, stories of at most {LONGEST} sentences")
+        axes.set_xticklabels(tasks)
         axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 

@@ -230,7 +230,7 @@ def test_a_memory_of_any_kind_trains_and_loads_and_resumes_to_the_same_bits(memo
     start = new_memory(spec, name="tiny").state_dict()
     assert trained.spec == spec
     assert [name for name, value in trained.memory.state_dict().items() if torch.equal(value, start[name])] == []
-    assert refusal(ModelError, lambda: RecordsModel(trained)).startswith(f'this checkpoint is a memory of kind "{memory.kind}"; records and stories are answered')
+    assert refusal(ModelError, lambda: RecordsModel(trained)).startswith(f'this checkpoint is a memory of kind "{memory.kind}"; records and ')
 
 
 def test_a_spec_without_a_kind_is_gradmem_and_one_with_it_what_it_names(tmp_path):

@@ -21,16 +21,15 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from gradmem_bench import CLIP, FIGURES, LAST_RATE, ROWS, WARM_UP, Row
+from gradmem_bench import BATCH, FIGURES, ONE, ROWS, Entry, Row, climb, cost_over, falling, gradmem, prefix
 from gradmem_cell import spread
-from torch.nn import functional as F
 
 from graven.cost import cost_of
 from graven.layers.decoder import DecoderSpec
@@ -45,12 +44,11 @@ from graven.memory.associative import ARMTSpec
 from graven.memory.base import Trainable, written
 from graven.memory.cache import CacheSpec
 from graven.memory.forward import RMTSpec
-from graven.memory.gradient import GradMemSpec
-from graven.memory.kinds import MemorySpec, make, takes_steps
-from graven.memory.prefix import PrefixSpec
-from graven.memory.recurrent import RecurrentSpec
+from graven.memory.kinds import MemorySpec
+from graven.memory.recurrent import Mixer, RecurrentSpec
 from graven.report import figure, read_lines, table, write_lines
 from graven.tasks.babi import batches, leaked, read_babi
+from graven.tasks.base import Episode
 from graven.tasks.stories import KINDS, Stories, Story
 from graven.tasks.world import VOCABULARY
 
@@ -60,7 +58,7 @@ LADDERS = {1: (4, 6, 8, 10), 2: (2, 3, 4, 6, 8, 10), 3: (4, 6, 8, 10), 4: (2,), 
 STEPS = {1: 300, 2: 350, 3: 250, 4: 300, 5: 250}  # training steps of GradMem K = 2; other memories take as many as cost the same
 HANGING = (2, 3)  # tasks whose answers hang on where people are, who are asked for too
 SCALES = {"small": (0.02, 20), "full": (1.0, 300)}  # share of the steps, and most questions of each task and length
-WIDTH, BATCH, PASSED, SMOOTHING, LONGEST = 64, 32, 0.8, 0.1, 10
+WIDTH, PASSED, LONGEST = 64, 0.8, 10
 LENGTHS = {"short": (0, LONGEST), "longer": (LONGEST, 2 * LONGEST)}  # sentences above, and at most
 # per cent; the paper's table 2
 PAPER = {
@@ -69,51 +67,36 @@ PAPER = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One memory: what to build, the rate of AdamW, and what of the model is another."""
-
-    spec: MemorySpec
-    rate: float = 3e-3
-    model: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def sizes(self) -> DecoderSpec:
-        """The model."""
-        shape = {"width": WIDTH, "layers": 2, "heads": 4, "key_value_heads": 4, "hidden": 2 * WIDTH, "convolution": 7, "convolution_start": 0.5}
-        return DecoderSpec(**{"vocabulary": len(VOCABULARY), "embedding_std": 1.0, **shape, **self.model})
-
-    @property
-    def steps(self) -> int | None:
-        """Of the write."""
-        return self.spec.steps if takes_steps(self.spec) else None  # type: ignore[union-attr]  # those that take steps have the field
+SIZES = DecoderSpec(
+    vocabulary=len(VOCABULARY), width=WIDTH, layers=2, heads=4, key_value_heads=4, hidden=2 * WIDTH, embedding_std=1.0, convolution=7,
+    convolution_start=0.5,
+)  # fmt: skip
 
 
-def gradmem(steps: int) -> Entry:
-    return Entry(spec=GradMemSpec(slots=8, steps=steps, write_head=True, start=0.02, keep=8))
+def entry_of(spec: MemorySpec, *, rate: float = 3e-3, **model: Any) -> Entry:
+    """On this model."""
+    return Entry(spec=spec, rate=rate, base=SIZES, model=model)
+
+
+def recurrent(mixer: Mixer, **settings: Any) -> Entry:
+    return entry_of(RecurrentSpec(mixer=mixer), **settings)
 
 
 HEADS = {"heads": 4, "key_width": 16, "value_width": 16}
 MEMORIES = {
-    "GradMem K=2": gradmem(2),
-    "KV cache": Entry(spec=CacheSpec()),
-    "RMT": Entry(spec=RMTSpec(slots=8)),
-    "DeltaNet": Entry(spec=RecurrentSpec(mixer=DeltaNetSpec(width=WIDTH, convolution=1, **HEADS))),
-    "GradMem K=1": gradmem(1),
-    "GLA": Entry(spec=RecurrentSpec(mixer=GatedLinearAttentionSpec(width=WIDTH, key_value_heads=4, **HEADS))),
-    "prefix K=2": Entry(spec=PrefixSpec(slots=2, steps=2, write_head=True, keep=8, rate_keys=40.0, rate_values=40.0, start=0.1)),
-    "Mamba-2": Entry(spec=RecurrentSpec(mixer=Mamba2Spec(width=WIDTH, inner=128, heads=4, memory=16)), model={"key_value_heads": 1}),
-    "Mamba": Entry(spec=RecurrentSpec(mixer=MambaSpec(width=WIDTH, inner=128, memory=8, step_rank=4)), model={"heads": 1, "key_value_heads": 1}),
-    "TTT-Linear": Entry(spec=RecurrentSpec(mixer=TTTSpec(width=WIDTH, heads=4))),
-    "ARMT": Entry(spec=ARMTSpec(slots=4, features=8, order=1, segment=8)),
-    "LaCT": Entry(spec=RecurrentSpec(mixer=LaCTSpec(width=WIDTH, heads=4, hidden=16, chunk=8, window=8, momentum=False, rate=0.1))),
+    "GradMem K=2": entry_of(gradmem(2, slots=8)),
+    "KV cache": entry_of(CacheSpec()),
+    "RMT": entry_of(RMTSpec(slots=8)),
+    "DeltaNet": recurrent(DeltaNetSpec(width=WIDTH, convolution=1, **HEADS)),
+    "GradMem K=1": entry_of(gradmem(1, slots=8)),
+    "GLA": recurrent(GatedLinearAttentionSpec(width=WIDTH, key_value_heads=4, **HEADS)),
+    "prefix K=2": entry_of(prefix(2, slots=2)),
+    "Mamba-2": recurrent(Mamba2Spec(width=WIDTH, inner=128, heads=4, memory=16), key_value_heads=1),
+    "Mamba": recurrent(MambaSpec(width=WIDTH, inner=128, memory=8, step_rank=4), rate=9e-3, **ONE),
+    "TTT-Linear": recurrent(TTTSpec(width=WIDTH, heads=4)),
+    "ARMT": entry_of(ARMTSpec(slots=4, features=16, order=3, segment=8, value_start=1.0)),
+    "LaCT": recurrent(LaCTSpec(width=WIDTH, heads=1, hidden=32, chunk=8, window=8, momentum=False, muon=False, rate=1.0, convolution=4), **ONE),
 }
-
-
-def new(entry: Entry, seed: int) -> Trainable[Any]:
-    """Before training."""
-    torch.manual_seed(seed)
-    return make(entry.sizes, entry.spec, name="bench", seed=seed)
 
 
 def stories_of(task: int) -> Stories:
@@ -121,56 +104,23 @@ def stories_of(task: int) -> Stories:
     return Stories(kinds=(KINDS[task - 1],), queries=4, everything=task in HANGING)
 
 
-def step(memory: Trainable[Any], entry: Entry, optimizer: torch.optim.Optimizer, *, task: int, sentences: int, generator: torch.Generator) -> float:
-    """One step of training; its exact match."""
-    episode = stories_of(task).sample(BATCH, pairs=sentences, generator=generator)
-    logits = read_episode(memory, written(memory, memory.start(BATCH), episode.context, steps=entry.steps), episode)
-    optimizer.zero_grad()
-    F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten()).backward()
-    if math.isfinite(float(torch.nn.utils.clip_grad_norm_(memory.parameters(), CLIP))):
-        optimizer.step()
-    return float(right(logits.detach(), episode).float().mean())
+def draw_of(task: int) -> Callable[[int, torch.Generator], Episode]:
+    """Draws a batch of so many sentences."""
+    return lambda sentences, generator: stories_of(task).sample(BATCH, pairs=sentences, generator=generator)
 
 
-def optimizer_of(memory: Trainable[Any], entry: Entry) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(memory.parameters(), lr=entry.rate, betas=(0.9, 0.95), weight_decay=0.0)
+def train(entry: Entry, task: int, seed: int, *, steps: int) -> tuple[Trainable[Any], list[list[Any]]]:
+    """Through the sizes, so many steps in all; the rate falls along a cosine over the last third."""
+    final = len(LADDERS[task]) - 1
 
+    def left(place: int, first: int, taken: int, running: float) -> bool:
+        if place == final:
+            return taken >= steps
+        return running >= PASSED or taken >= first + max(1, (steps - first) // 2)
 
-def seconds_of(entry: Entry) -> float:
-    """CPU seconds of one training step, the second one."""
-    memory, generator = new(entry, 0), torch.Generator().manual_seed(0)
-    optimizer = optimizer_of(memory, entry)
-    for _ in range(2):
-        began = time.process_time()
-        step(memory, entry, optimizer, task=1, sentences=LONGEST, generator=generator)
-    return time.process_time() - began
-
-
-def cost(entry: Entry, *, rounds: int = 5) -> float:
-    """Median CPU time of a training step over that of GradMem K = 2, measured one about the other."""
-    return sorted(seconds_of(entry) / seconds_of(MEMORIES["GradMem K=2"]) for _ in range(rounds))[rounds // 2]
-
-
-def train(entry: Entry, task: int, seed: int, *, steps: int) -> tuple[Trainable[Any], list[list[float]]]:
-    """Through the sizes, so many steps in all; the rate falls along a cosine over the last third.
-
-    Returns:
-        The memory, and of each size its sentences, its steps, and the running exact match at its end.
-    """
-    memory, generator = new(entry, seed), torch.Generator().manual_seed(1000 + seed)
-    optimizer, ladder, taken, stages = optimizer_of(memory, entry), LADDERS[task], 0, list[list[float]]()
-    for place, sentences in enumerate(ladder, start=1):
-        first, running, final = taken, 0.0, place == len(ladder)
-        last = steps if final else taken + max(1, (steps - taken) // 2)
-        while taken < last and (final or running < PASSED):
-            left = min(1.0, (steps - taken) / (steps / 3))
-            rate = entry.rate * min(1.0, (taken + 1) / WARM_UP) * (LAST_RATE + (1 - LAST_RATE) * (1 - math.cos(math.pi * left)) / 2)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            running += SMOOTHING * (step(memory, entry, optimizer, task=task, sentences=sentences, generator=generator) - running)
-            taken += 1
-        stages.append([sentences, taken - first, round(running, 3)])
-    return memory.eval(), stages
+    return climb(
+        entry, seed, LADDERS[task], draw=draw_of(task), left=left, factor=lambda _place, _first, taken: falling(min(1.0, 3 * (1 - taken / steps)))
+    )
 
 
 @torch.no_grad()
@@ -196,9 +146,10 @@ def questions_of(task: int) -> list[Story]:
     return read_babi(next((DATA / "en").glob(f"qa{task}_*_test.txt")))
 
 
-def run(name: str, task: int, seed: int, *, scale: str, relative: float) -> Row:
-    """One memory, task and seed."""
+def run(name: str, task: int, seed: int, *, scale: str, relative: float, rate: float | None = None) -> Row:
+    """One memory, task and seed; at another rate than the memory's own where one is given."""
     entry, (share, most) = MEMORIES[name], SCALES[scale]
+    entry = entry if rate is None else dataclasses.replace(entry, rate=rate)
     began = time.process_time()
     memory, stages = train(entry, task, seed, steps=max(len(LADDERS[task]), round(share * STEPS[task] / relative)))
     spent = round(time.process_time() - began, 1)
@@ -281,19 +232,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, nargs="+", default=(0, 1, 2))
     parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=list(MEMORIES))
     parser.add_argument("--task", type=int, nargs="+", choices=LADDERS, default=list(LADDERS))
+    parser.add_argument("--rate", type=float, help="of AdamW in place of the memory's own; rows go to a file of that rate")
     parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
     parser.add_argument("--report", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        place = ROWS / "gradmem_babi.jsonl" if arguments.report or arguments.scale == "full" else Path(folder) / "rows.jsonl"
+        file = "gradmem_babi.jsonl" if arguments.rate is None else f"gradmem_babi_rate_{arguments.rate:g}.jsonl"
+        place = (ROWS if arguments.report or arguments.scale == "full" else Path(folder)) / file
         rows = read_lines(place)
         for seed, name in () if arguments.report else product(arguments.seed, arguments.memory):
             missing = [task for task in arguments.task if not any((r["memory"], r["task"], r["seed"]) == (name, f"QA{task}", seed) for r in rows)]
-            relative = round(cost(MEMORIES[name]), 3) if missing else 1.0
+            relative = cost_over(MEMORIES[name], MEMORIES["GradMem K=2"], partial(draw_of(1), LONGEST)) if missing else 1.0
             for task in missing:
                 if time.process_time() < 60 * arguments.minutes:
-                    found = run(name, task, seed, scale=arguments.scale, relative=relative)
+                    found = run(name, task, seed, scale=arguments.scale, relative=relative, rate=arguments.rate)
                     rows = [*read_lines(place), found]  # another process may have measured other cells
                     write_lines(place, rows)
                     print(name, f"QA{task}", seed, found["exact_match"], found["longer_exact_match"], found["spec"]["stages"], flush=True)

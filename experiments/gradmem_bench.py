@@ -1,4 +1,5 @@
-"""Every memory on one small model and one task, by the same training: what `gradmem_table1.py` and `gradmem_state_matched.py` share.
+"""Every memory on one small model and one task, by the same training: what `gradmem_table1.py` and `gradmem_state_matched.py` share, and the loop of
+`gradmem_babi.py` and `gradmem_tuning.py`.
 
 Two layers, width 32, and a convolution over three token embeddings, which the paper's model does not have and without which no recurrent memory sees
 a key with its value (most recurrent layers here have their own); keys and values of one letter of sixteen; every key is asked of every memory.
@@ -38,6 +39,7 @@ from graven.memory.kinds import MemorySpec, make, takes_steps
 from graven.memory.prefix import PrefixSpec
 from graven.memory.recurrent import Mixer, RecurrentSpec
 from graven.report import read_lines, write_lines
+from graven.tasks.base import Episode
 from graven.tasks.retrieval import Retrieval
 
 HERE = Path(__file__).parent
@@ -54,6 +56,10 @@ COST_PAIRS = 4  # at which costs are measured
 Row = dict[str, Any]
 
 
+# the model
+SIZES = DecoderSpec(vocabulary=TASK.vocabulary, width=WIDTH, layers=2, heads=4, key_value_heads=4, hidden=64, convolution=3, embedding_std=1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """One memory of the bench.
@@ -61,13 +67,15 @@ class Entry:
     Args:
         spec: What to build.
         rate: Of AdamW.
-        model: Fields of the model that are other ones.
+        base: The model of all memories.
+        model: Fields of it that are other ones.
         times: So much more compute than the others: to tell slower from unable.
         first: Numbers of pairs that are trained before those of the scale.
     """
 
     spec: MemorySpec
     rate: float = 6e-3
+    base: DecoderSpec = SIZES
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     times: float = 1.0
     first: tuple[int, ...] = ()
@@ -80,8 +88,7 @@ class Entry:
     @property
     def sizes(self) -> DecoderSpec:
         """The model."""
-        shape = {"width": WIDTH, "layers": 2, "heads": 4, "key_value_heads": 4, "hidden": 64, "convolution": 3, "embedding_std": 1.0}
-        return DecoderSpec(**{"vocabulary": TASK.vocabulary, **shape, **self.model})
+        return dataclasses.replace(self.base, **self.model)
 
 
 def gradmem(steps: int, *, slots: int = 4, **settings: Any) -> GradMemSpec:
@@ -154,16 +161,20 @@ def blind(pairs: int) -> float:
     return expected / pairs
 
 
+def draw(pairs: int, generator: torch.Generator) -> Episode:
+    """A batch of the task."""
+    return TASK.sample(BATCH, pairs=pairs, generator=generator)
+
+
 def new(entry: Entry, seed: int) -> Trainable[Any]:
     """Before training."""
     torch.manual_seed(seed)
     return make(entry.sizes, entry.spec, name="bench", seed=seed)
 
 
-def step(memory: Trainable[Any], optimizer: torch.optim.Optimizer, *, pairs: int, steps: int | None, generator: torch.Generator) -> float:
+def step(memory: Trainable[Any], optimizer: torch.optim.Optimizer, episode: Episode, *, steps: int | None) -> float:
     """One step of training; its exact match."""
-    episode = TASK.sample(BATCH, pairs=pairs, generator=generator)
-    logits = read_episode(memory, written(memory, memory.start(BATCH), episode.context, steps=steps), episode)
+    logits = read_episode(memory, written(memory, memory.start(len(episode.context.ids)), episode.context, steps=steps), episode)
     loss = F.cross_entropy(logits.flatten(0, 2), episode.target.ids.flatten())
     optimizer.zero_grad()
     loss.backward()
@@ -176,27 +187,66 @@ def optimizer_of(memory: Trainable[Any], entry: Entry) -> torch.optim.Optimizer:
     return torch.optim.AdamW(memory.parameters(), lr=entry.rate, betas=(0.9, 0.95), weight_decay=0.0)
 
 
+def climb(
+    entry: Entry,
+    seed: int,
+    ladder: Sequence[int],
+    *,
+    draw: Callable[[int, torch.Generator], Episode],
+    left: Callable[[int, int, int, float], bool],
+    factor: Callable[[int, int, int], float] = lambda *_: 1.0,
+) -> tuple[Trainable[Any], list[list[Any]]]:
+    """Train a new memory at sizes of the task that grow.
+
+    Args:
+        ladder: Sizes, in order.
+        draw: A batch of a size.
+        left: Whether a size is left, from its place in the ladder, the step that it began with, this step, and the running exact match.
+        factor: Of the rate, after the warm-up; from the first three of these.
+    Returns:
+        The memory, and of each size its steps and the running exact match at its end.
+    """
+    memory, generator = new(entry, seed), torch.Generator().manual_seed(1000 + seed)
+    optimizer, taken, stages = optimizer_of(memory, entry), 0, list[list[Any]]()
+    for place, size in enumerate(ladder):
+        first, running = taken, 0.0
+        while not left(place, first, taken, running):
+            for group in optimizer.param_groups:
+                group["lr"] = entry.rate * min(1.0, (taken + 1) / WARM_UP) * factor(place, first, taken)
+            running += SMOOTHING * (step(memory, optimizer, draw(size, generator), steps=entry.steps) - running)
+            taken += 1
+        stages.append([size, taken - first, round(running, 3)])
+    return memory, stages
+
+
+def falling(left: float) -> float:
+    """Factor of the rate along a cosine, of the share of the fall that is left.
+
+    >>> falling(1.0), falling(0.0)
+    (1.0, 0.05)
+    """
+    return LAST_RATE + (1 - LAST_RATE) * (1 - math.cos(math.pi * left)) / 2
+
+
 def run(name: str, entry: Entry, seed: int, *, scale: str, cost: float) -> Row:
     """Train at smaller numbers of pairs until each is learned, then at that of the scale with a rate that falls along a cosine; and measure."""
     pairs, smaller, reference = SCALES[scale]
-    ladder = (*entry.first, *smaller)
-    memory, generator = new(entry, seed), torch.Generator().manual_seed(1000 + seed)
-    optimizer, count, taken, began = optimizer_of(memory, entry), max(2, round(entry.times * reference / cost)), 0, time.process_time()
-    stages = list[list[Any]]()
-    for number, size in enumerate((*ladder, pairs), 1):
-        first, running = taken, 0.0
-        last = count if size == pairs else round(LONGEST * count * number / len(ladder))
-        while taken < last and (size == pairs or running < PASSED):
-            falling = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * (taken - first) / (last - first))) / 2
-            for group in optimizer.param_groups:
-                group["lr"] = entry.rate * min(1.0, (taken + 1) / WARM_UP) * (falling if size == pairs else 1.0)
-            running += SMOOTHING * (step(memory, optimizer, pairs=size, steps=entry.steps, generator=generator) - running)
-            taken += 1
-        stages.append([size, taken - first, round(running, 3)])
-    about = {"reference": reference, "cost": cost, "stages": stages, "entry": dataclasses.asdict(entry), "torch": str(torch.__version__)}
+    ladder, count, began = (*entry.first, *smaller, pairs), max(2, round(entry.times * reference / cost)), time.process_time()
+    final = len(ladder) - 1
+    ends = [*(round(LONGEST * count * number / final) for number in range(1, len(ladder))), count]
+    memory, stages = climb(
+        entry,
+        seed,
+        ladder,
+        draw=draw,
+        left=lambda place, _, taken, running: taken >= ends[place] or (place < final and running >= PASSED),
+        factor=lambda place, first, taken: falling((count - taken) / (count - first)) if place == final else 1.0,
+    )
     spent = round(time.process_time() - began, 1)
+    about = {"reference": reference, "cost": cost, "stages": stages, "entry": dataclasses.asdict(entry), "torch": str(torch.__version__)}
+    steps = sum(taken for _, taken, _ in stages)
     return {
-        "memory": name, "pairs": pairs, "seed": seed, **measured(memory, entry, pairs=pairs), "steps": taken, "cpu_seconds": spent, "spec": about,
+        "memory": name, "pairs": pairs, "seed": seed, **measured(memory, entry, pairs=pairs), "steps": steps, "cpu_seconds": spent, "spec": about,
     }  # fmt: skip
 
 
@@ -235,28 +285,32 @@ def resumed(
     return rows
 
 
-def relative_costs(entries: Mapping[str, Entry], place: Path, *, rounds: int = 5) -> dict[str, float]:
-    """Median CPU time of a training step of each memory over that of GradMem K = 2 right before it; measured where `place` has no row of it."""
+def relative_costs(entries: Mapping[str, Entry], place: Path) -> dict[str, float]:
+    """CPU time of a training step of each memory over that of GradMem K = 2; measured where `place` has no row of it."""
     rows = read_lines(place) if place.exists() else []
-    known = {row["memory"]: row["cost"] for row in rows}
-    if missing := {name: entry for name, entry in entries.items() if name not in known}:
-        reference = stepper(MEMORIES["GradMem K=2"])
-        for name, entry in missing.items():
-            own = stepper(entry)
-            ratios = sorted(own() / reference() for _ in range(rounds))
-            rows.append({"memory": name, "pairs": COST_PAIRS, "cost": round(ratios[rounds // 2], 3), "torch": str(torch.__version__)})
-        write_lines(place, rows)
+    known = {row["memory"] for row in rows}
+    for name, entry in entries.items():
+        if name not in known:
+            cost = cost_over(entry, MEMORIES["GradMem K=2"], lambda generator: draw(COST_PAIRS, generator))
+            rows.append({"memory": name, "pairs": COST_PAIRS, "cost": cost, "torch": str(torch.__version__)})
+            write_lines(place, rows)
     return {row["memory"]: row["cost"] for row in rows}
 
 
-def stepper(entry: Entry) -> Callable[[], float]:
+def cost_over(entry: Entry, reference: Entry, sample: Callable[[torch.Generator], Episode], *, rounds: int = 5) -> float:
+    """Median CPU time of a training step over that of another memory right before it."""
+    own, other = stepper(entry, sample), stepper(reference, sample)
+    return round(sorted(own() / other() for _ in range(rounds))[rounds // 2], 3)
+
+
+def stepper(entry: Entry, sample: Callable[[torch.Generator], Episode]) -> Callable[[], float]:
     """Takes one training step at each call, and gives its CPU seconds; the first is behind it."""
     memory, generator = new(entry, 0), torch.Generator().manual_seed(0)
     optimizer = optimizer_of(memory, entry)
 
     def once() -> float:
         began = time.process_time()
-        step(memory, optimizer, pairs=COST_PAIRS, steps=entry.steps, generator=generator)
+        step(memory, optimizer, sample(generator), steps=entry.steps)
         return time.process_time() - began
 
     once()

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gradmem_bench import FAST, OWN, PASSED, ROWS, SMOOTHING, WARM_UP, WIDTH, Entry, Row, new, optimizer_of, recurrent, step
+from gradmem_bench import FAST, OWN, PASSED, ROWS, WIDTH, Entry, Row, climb, draw, recurrent
 
 from graven.layers.lact import LaCTSpec
 from graven.memory.associative import ARMTSpec
@@ -127,20 +127,18 @@ TRIALS: dict[str, Trial] = {
 
 def screened(name: str, trial: Trial) -> Row:
     """Train along the ladder."""
-    memory, generator = new(trial.entry, SEED), torch.Generator().manual_seed(1000 + SEED)
-    optimizer, began, taken, stages = optimizer_of(memory, trial.entry), time.process_time(), 0, list[list[Any]]()
-    for pairs in trial.ladder:
-        first, running = taken, 0.0
-        while running < PASSED and time.process_time() - began < trial.seconds:
-            for group in optimizer.param_groups:
-                group["lr"] = trial.entry.rate * min(1.0, (taken + 1) / WARM_UP)
-            running += SMOOTHING * (step(memory, optimizer, pairs=pairs, steps=trial.entry.steps, generator=generator) - running)
-            taken += 1
-        stages.append([pairs, taken - first, round(running, 3)])
+    began = time.process_time()
+    memory, stages = climb(
+        trial.entry,
+        SEED,
+        trial.ladder,
+        draw=draw,
+        left=lambda _place, _first, _taken, running: running >= PASSED or time.process_time() - began >= trial.seconds,
+    )
     spent = round(time.process_time() - began, 1)
     return {
-        "memory": name, "seed": SEED, "bytes": size_of(memory.start(1)), "stages": stages, "steps": taken, "cpu_seconds": spent,
-        "spec": dataclasses.asdict(trial), "torch": str(torch.__version__),
+        "memory": name, "seed": SEED, "bytes": size_of(memory.start(1)), "stages": stages,
+        "steps": sum(steps for _, steps, _ in stages), "cpu_seconds": spent, "spec": dataclasses.asdict(trial), "torch": str(torch.__version__),
     }  # fmt: skip
 
 

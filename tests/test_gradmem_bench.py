@@ -67,7 +67,7 @@ def test_the_best_answer_without_the_key_is_the_most_frequent_value(module, monk
 
 def test_a_setting_is_screened_up_its_ladder_and_no_longer_than_it_may(module, monkeypatch):
     tuning = module("gradmem_tuning")
-    monkeypatch.setattr(tuning, "step", lambda *_, **__: 1.0)
+    monkeypatch.setattr(module("gradmem_bench"), "step", lambda *_, **__: 1.0)
     right, late = (tuning.screened("RMT", tuning.rmt(6e-3, ladder=(2, 4), seconds=seconds)) for seconds in (60, 0))
     assert right["stages"] == [[2, 19, 0.865], [4, 19, 0.865]]  # 1 - 0.9^19
     assert late["stages"] == [[2, 0, 0.0], [4, 0, 0.0]]

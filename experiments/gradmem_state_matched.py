@@ -18,14 +18,13 @@ import sys
 from pathlib import Path
 
 import torch
-from gradmem_bench import FAST, FIGURES, MEMORIES, ONE, OWN, ROWS, SCALES, WIDTH, Entry, Row, armt, blind, gradmem, prefix, recurrent, resumed
+from gradmem_bench import FAST, FIGURES, MEMORIES, ONE, OWN, ROWS, SCALES, WIDTH, Entry, Row, armt, blind, gradmem, prefix, recurrent, resumed, rmt
 from gradmem_cell import spread
 
 from graven.layers.delta_net import DeltaNetSpec
 from graven.layers.gated_linear import GatedLinearAttentionSpec
 from graven.layers.mamba import MambaSpec
 from graven.layers.mamba2 import Mamba2Spec
-from graven.memory.forward import RMTSpec
 from graven.report import figure, read_lines, table
 
 PLACES = {scale: ROWS / f"gradmem_state_matched_{scale}.jsonl" for scale in SCALES}
@@ -36,7 +35,7 @@ WRITTEN_BY_GRADIENTS = ("GradMem", "prefix")
 SMALL = {"tied": True, "embedding_std": 0.3}  # recurrent layers without convolutions of their own, behind that of the embeddings
 ENTRIES = {
     "GradMem K=2, 1 kB": Entry(spec=gradmem(2, slots=8)),
-    "RMT, 1 kB": Entry(spec=RMTSpec(slots=8)),
+    "RMT, 1 kB": rmt(slots=8),
     "ARMT, 1 kB": armt(features=2, order=1),
     "prefix K=2, 1 kB": Entry(spec=prefix(2, slots=2)),
     "DeltaNet, 1 kB": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=6, value_width=4, convolution=1), model=SMALL, rate=FAST),
@@ -46,7 +45,7 @@ ENTRIES = {
         Mamba2Spec(width=WIDTH, inner=32, heads=4, memory=3, convolution=1), model=SMALL | {"key_value_heads": 1, "hidden": 32}, rate=FAST
     ),
     "GradMem K=2, 2.5 kB": Entry(spec=gradmem(2, slots=20)),
-    "RMT, 2.5 kB": Entry(spec=RMTSpec(slots=20)),
+    "RMT, 2.5 kB": rmt(slots=20),
     "ARMT, 2.5 kB": armt(features=5, order=1),
     "prefix K=2, 2.5 kB": Entry(spec=prefix(2, slots=5)),
     "DeltaNet, 2.5 kB": recurrent(DeltaNetSpec(width=WIDTH, heads=4, key_width=9, value_width=8, convolution=1), model=SMALL, rate=FAST),
@@ -56,7 +55,7 @@ ENTRIES = {
         Mamba2Spec(width=WIDTH, inner=32, heads=4, memory=9, convolution=1), model=SMALL | {"key_value_heads": 1, "hidden": 32}, rate=FAST
     ),
     "GradMem K=2, 6 kB": Entry(spec=gradmem(2, slots=48)),
-    "RMT, 6 kB": Entry(spec=RMTSpec(slots=48)),
+    "RMT, 6 kB": rmt(slots=48),
     "ARMT, 6 kB": armt(features=12, order=1),
     "prefix K=2, 6 kB": Entry(spec=prefix(2, slots=12)),
     "DeltaNet, 6 kB": MEMORIES["DeltaNet"],

@@ -3,7 +3,7 @@
 Claim    None. Seed 100, which no other experiment of the bench uses.
 Differs  The model, task and batch of gradmem_bench.py, at a constant rate: few pairs until the running exact match passes 0.85, then more, until
          all are passed or a limit of CPU seconds is reached. A guess that ignores the key is right in 53.1 % (two pairs) and 33.7 % (four).
-Cost     Ten CPU minutes in all, 10 to 100 s a row; resumable. Of the committed rows 27 were measured by this loop before it stood in a file.
+Cost     Thirteen CPU minutes in all, 10 to 100 s a row; resumable. Of the committed rows 27 were measured by this loop before it stood in a file.
 
     python experiments/gradmem_tuning.py [--kind RMT --minutes 10]      measure what has no row yet
     python experiments/gradmem_tuning.py --report                       the table
@@ -89,6 +89,9 @@ TRIALS: dict[str, Trial] = {
     "RMT, the same, four pairs from the start": rmt(3e-3, convolution=2, embedding_std=None, ladder=(4,), seconds=100),
     "RMT, rate 3e-3, convolution 2": rmt(3e-3, convolution=2, seconds=32),
     "RMT, rate 1e-2, convolution 2": rmt(1e-2, convolution=2),
+    "RMT, rate 3e-3, a convolution that begins as a sum": rmt(3e-3, convolution_start=1.0, seconds=40),
+    "RMT, rate 3e-3, as twice the sum": rmt(3e-3, convolution_start=2.0, seconds=60),
+    "RMT, rate 3e-3, as four times the sum": rmt(3e-3, convolution_start=4.0, seconds=40),
     "RMT, rate 6e-3, 2 heads, start 0.3": rmt(6e-3, start=0.3, heads=2, key_value_heads=2, seconds=20),
     "RMT, rate 1e-2, 1 head, tied embeddings of spread 0.3": rmt(1e-2, heads=1, key_value_heads=1, seconds=20, **SMALL),
     "ARMT, rate 1e-2, 1 slot, 8 features, order 3, two pairs from the start": armt(1e-2, slots=1, features=8, order=3, ladder=(2,), seconds=25),

@@ -5,8 +5,8 @@ Claim    At the same bytes a memory that is written by gradient steps through wh
 Differs  --scale small and medium are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on the
          embeddings; four vectors; four or eight pairs, after a curriculum of fewer. Compute is the CPU time of 160 or 400 training steps of
          GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); ARMT and LaCT have a second row with four times as much, RMT
-         with eight times, for with once they stand at a guess at four pairs. --scale paper is the paper's model, task and grid, without a convolution; every memory
-         takes the same number of training steps there.
+         with eight times, for with once they stand at a guess at four pairs. --scale paper is the paper's model, task and grid, without a
+         convolution; every memory takes the same number of training steps there.
 Cost     --scale small: 13 to 21 CPU seconds a memory and seed, 60 to 72 with four times the compute, 130 with eight times.
          --scale medium: 50 to 70 s.  --scale paper: see `--estimate`, which takes about five CPU minutes.
 

@@ -145,6 +145,7 @@ MEMORIES: dict[str, Entry] = {
     "RMT, 2 writes": rmt(steps=2),
     "LaCT": lact(),
     "RMT, 8 times the compute": rmt(times=8.0),
+    "RMT, 2 writes, 8 times the compute": rmt(steps=2, times=8.0),
     "ARMT, 4 times the compute": armt(features=16, order=3, times=4.0),
     "LaCT, 4 times the compute": lact(times=4.0),
 }

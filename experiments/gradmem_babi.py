@@ -251,7 +251,7 @@ def main() -> int:
                     rows = [*read_lines(place), found]  # another process may have measured other cells
                     write_lines(place, rows)
                     print(name, f"QA{task}", seed, found["exact_match"], found["longer_exact_match"], found["spec"]["stages"], flush=True)
-        if arguments.report:
+        if arguments.report and arguments.rate is None:  # the figure is that of the memories' own rates
             draw(rows, FIGURES / "gradmem_babi.png")
         report(rows)
         print("\n".join(verdict(rows)))

@@ -101,8 +101,8 @@ def prefix(steps: int, *, slots: int = 1) -> PrefixSpec:
 
 
 def rmt(*, slots: int = 4, steps: int = 1, times: float = 1.0) -> Entry:
-    """The convolution begins as twice the sum of three tokens: a query is read at a mark, and with a smaller share of the key before it nothing is
-    learned in a thousand steps."""
+    """The convolution begins as twice the sum of three tokens: a query is read at a mark, which shows the key before it by the convolution alone.
+    With torch's own start two pairs stay at a guess for a thousand steps (gradmem_tuning.py)."""
     return Entry(spec=RMTSpec(slots=slots, steps=steps), rate=3e-3, model={"convolution_start": 2.0}, times=times)
 
 

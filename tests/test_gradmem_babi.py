@@ -78,3 +78,15 @@ def test_rows_that_are_there_are_passed_over(babi, monkeypatch, tmp_path):
     rows = babi.read_lines(tmp_path / "gradmem_babi.jsonl")
     assert [(row["memory"], row["task"]) for row in rows[5:]] == [("KV cache", "QA1"), ("KV cache", "QA4")]
     assert rows[0]["exact_match"] == 1.0
+
+
+def test_rows_of_another_rate_have_a_file_of_their_own_and_no_figure(babi, monkeypatch, tmp_path):
+    for name in ("ROWS", "FIGURES"):
+        monkeypatch.setattr(babi, name, tmp_path)
+    monkeypatch.setattr(babi, "DATA", tmp_path / "none")
+    for options in (["--scale", "full", "--memory", "RMT", "--seed", "0", "--task", "4"], ["--report"]):
+        monkeypatch.setattr(sys, "argv", ["gradmem_babi.py", "--rate", "9e-3", *options])
+        assert babi.main() == 0
+    (row,) = babi.read_lines(tmp_path / "gradmem_babi_rate_0.009.jsonl")
+    assert row["spec"]["entry"]["rate"] == 0.009
+    assert [path.name for path in tmp_path.iterdir()] == ["gradmem_babi_rate_0.009.jsonl"]

@@ -32,6 +32,7 @@ def save_layer(layer: GatedRNN, path: str | Path) -> Path:
 
     Raises:
         OutputError: The folder is missing or cannot be written to.
+    Source: ours; tests/test_audit.py.
     """
     about = {"version": VERSION, "kind": "GatedRNN", "spec": dataclasses.asdict(layer.spec)}
     return _save({name: p.detach().contiguous() for name, p in layer.named_parameters()}, {"graven.layer": json.dumps(about)}, Path(path))
@@ -42,6 +43,7 @@ def load_layer(path: str | Path) -> GatedRNN:
 
     Raises:
         LayerFileError: The file is missing, no whole layer, of another version or kind, or holds numbers that are not finite.
+    Source: ours; tests/test_audit.py.
     """
     place = Path(path)
     tensors, about = _read(place, entry="graven.layer", what="layer")
@@ -68,6 +70,7 @@ def save_teacher(teacher: Attention | Teacher, path: str | Path) -> Path:
 
     Raises:
         OutputError: The folder is missing or cannot be written to.
+    Source: ours; tests/test_audit.py.
     """
     head = Attention.of(teacher)
     tensors = {name: getattr(head, name).contiguous() for name in ("w_v", "w_k", "w_q")}
@@ -79,6 +82,7 @@ def load_teacher(path: str | Path) -> Attention:
 
     Raises:
         LayerFileError: The file is missing, no whole teacher, of another version, or holds numbers that are no attention.
+    Source: ours; tests/test_audit.py.
     """
     place = Path(path)
     tensors, _ = _read(place, entry="graven.teacher", what="teacher")

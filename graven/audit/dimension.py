@@ -58,7 +58,10 @@ class Dimension(NamedTuple):
 
 
 def groups(decay: Float[Tensor, "S"], *, length: int) -> Groups:
-    """Which neurons remember, which forget, and which do neither, over sequences of this length."""
+    """Which neurons remember, which forget, and which do neither, over sequences of this length.
+
+    Source: ours; tests/test_audit.py.
+    """
     kinds = ["accumulators" if d > 0 and abs(d - 1) <= 1 - WHOLE ** (1 / length) else "queries" if abs(d) <= NOTHING else "" for d in decay.tolist()]
     chosen = {name: tuple(i for i, kind in enumerate(kinds) if kind == name) for name in ("accumulators", "queries", "")}
     return Groups(chosen["accumulators"], chosen["queries"], chosen[""])
@@ -88,6 +91,7 @@ def flat_form(layer: GatedRNN | Forms, *, blank: tuple[int, ...] = ()) -> Float[
 
     Raises:
         SpecError: As `effective_dimension`.
+    Source: ours, equation R44; tests/test_audit.py.
     """
     inputs, decay, outputs = layer if isinstance(layer, Forms) else forms(layer)
     if decay.dim() == 2:

@@ -10,7 +10,7 @@ Differs  The paper trains GPT-2 of 124 million weights, pretrained, on the 10 00
          convolution over seven embeddings that begins as their sum is part of every memory. Compute is that of 250 to 350 training steps of
          GradMem K = 2 (`STEPS`). The rate is 3e-3, and 9e-3 of Mamba: of eight memories that stood at a guess on QA4 and were tried at it (--rate)
          it alone learned. ARMT and LaCT are those of gradmem_bench.py, with this rate and segments and chunks of a sentence.
-Cost     --scale full: 41 to 135 CPU seconds a memory and task; resumable. Committed: three seeds of QA1, QA2, QA4 and QA5, one to three of QA3.
+Cost     --scale full: 41 to 135 CPU seconds a memory and task; resumable. Committed: three seeds of each.
 
     python experiments/gradmem_babi.py [--scale full --memory RMT --seed 0 --minutes 30]        train and measure what has no row yet
     python experiments/gradmem_babi.py --report                                                 table, figure and verdict from the rows

@@ -49,7 +49,7 @@ WIDTH, BATCH, WARM_UP, LAST_RATE, CLIP = 32, 32, 20, 0.05, 1.0
 CONTEXTS = 200
 COSTS = ROWS / "gradmem_bench.jsonl"
 # pairs; smaller numbers of pairs that are trained first, each until the running exact match passes `PASSED`; training steps of GradMem K = 2 in all
-SCALES = {"small": (4, (2,), 160), "medium": (8, (2, 4), 400)}
+SCALES = {"small": (4, (2,), 160), "medium": (8, (2, 4), 400), "large": (16, (2, 4, 8), 800)}
 PASSED, SMOOTHING, LONGEST = 0.85, 0.1, 0.5  # and the share of all training at which the last of the smaller numbers ends
 COST_PAIRS = 4  # at which costs are measured
 
@@ -277,24 +277,23 @@ def resumed(
         minutes: CPU minutes after which no run is begun.
         costs_at: Other rows of costs than `COSTS`.
     """
-    rows, costs = read_lines(place) if place.exists() else [], relative_costs(entries, costs_at or COSTS)
+    rows, costs = read_lines(place), relative_costs(entries, costs_at or COSTS)
     for seed in seeds:
         for name, entry in entries.items():
             if any((row["memory"], row["seed"]) == (name, seed) for row in rows):
                 continue
             if time.process_time() > 60 * minutes:
                 return rows
-            rows.append(run(name, entry, seed, scale=scale, cost=costs[name]))
+            found = run(name, entry, seed, scale=scale, cost=costs[name])
+            rows = [*read_lines(place), found]  # another process may have measured other runs
             write_lines(place, rows)
-            print(
-                name, seed, {key: rows[-1][key] for key in ("exact_match", "bytes", "steps", "cpu_seconds")}, rows[-1]["spec"]["stages"], flush=True
-            )
+            print(name, seed, {key: found[key] for key in ("exact_match", "bytes", "steps", "cpu_seconds")}, found["spec"]["stages"], flush=True)
     return rows
 
 
 def relative_costs(entries: Mapping[str, Entry], place: Path) -> dict[str, float]:
     """CPU time of a training step of each memory over that of GradMem K = 2; measured where `place` has no row of it."""
-    rows = read_lines(place) if place.exists() else []
+    rows = read_lines(place)
     known = {row["memory"] for row in rows}
     for name, entry in entries.items():
         if name not in known:

@@ -183,7 +183,7 @@ def run(cells: Mapping[str, Cell], place: Path, *, seeds: Sequence[int], scale: 
         scale: How long to train and measure.
         seconds_of: Cells that get the CPU seconds of another one, of the same seed, in place of a number of steps.
     """
-    rows = read_lines(place) if place.exists() else []
+    rows = read_lines(place)
     for seed in seeds:
         for name, cell in cells.items():
             if any((row["cell"], row["seed"]) == (name, seed) for row in rows):

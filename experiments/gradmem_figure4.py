@@ -30,7 +30,7 @@ SMALL_CELLS = ("plain, K = 1", "plain, K = 2", "plain, K = 3")
 
 def measure(place: Path, seeds: list[int], contexts: int, sizes: Sequence[int] = PAIRS) -> list[Row]:
     """Rows of every size and seed that are not there yet."""
-    rows: list[Row] = read_lines(place) if place.exists() else []
+    rows: list[Row] = read_lines(place)
     model = graven.load("records")
     for pairs in sizes:
         for seed in seeds:
@@ -93,7 +93,7 @@ def main() -> int:
     place = HERE / "rows" / "gradmem_figure4.jsonl"
     if arguments.report:
         rows, ablations = read_lines(place), HERE / "rows" / "gradmem_ablations.jsonl"
-        draw(rows, read_lines(ablations) if ablations.exists() else [], FIGURES / "gradmem_figure4.png")
+        draw(rows, read_lines(ablations), FIGURES / "gradmem_figure4.png")
     elif arguments.scale == "full":
         rows = measure(place, arguments.seed, CONTEXTS["full"])
     else:

@@ -81,7 +81,7 @@ def main() -> int:
     arguments = options()
     place = HERE / "rows" / "gradmem_memory.jsonl"
     if arguments.report:
-        rows = read_lines(place) if place.exists() else []
+        rows = read_lines(place)
     else:
         with tempfile.TemporaryDirectory() as folder:
             target = place if arguments.scale == "full" else Path(folder) / "rows.jsonl"

@@ -2,16 +2,16 @@
 
 Claim    At the same bytes a memory that is written by gradient steps through which training sees holds more pairs than one written by forward
          passes; repeated forward writes add little; without the second derivative hardly anything is learned. The KV cache is the upper bound.
-Differs  --scale small and medium are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on the
-         embeddings; four vectors; four or eight pairs, after a curriculum of fewer. Compute is the CPU time of 160 or 400 training steps of
-         GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); ARMT and LaCT have a second row with four times as much, RMT
-         with eight times, for with once they stand at a guess at four pairs. --scale paper is the paper's model, task and grid, without a
-         convolution; every memory takes the same number of training steps there.
+Differs  --scale small, medium and large are the model of gradmem_bench.py: two layers, width 32, one-letter keys and values, and a convolution on
+         the embeddings; four vectors; four, eight or sixteen pairs, after a curriculum of fewer. Compute is the CPU time of 160, 400 or 800
+         training steps of GradMem K = 2 for every memory (`steps` and `cpu_seconds` are in each row); ARMT and LaCT have a second row with four
+         times as much, RMT with eight times, for with once they stand at a guess at four pairs. --scale paper is the paper's model, task and
+         grid, without a convolution; every memory takes the same number of training steps there.
 Cost     --scale small: 13 to 21 CPU seconds a memory and seed, 60 to 72 with four times the compute, 130 with eight times.
          --scale medium: 50 to 70 s.  --scale paper: see `--estimate`, which takes about five CPU minutes.
 
     python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
-    python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --train-steps 200     go on with one cell for so many steps
+    python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --seed 0 --train-steps 200     go on with one cell for so many steps
     python experiments/gradmem_table1.py --scale paper --estimate         CPU hours of each cell of the paper's grid, from one micro-batch a size
     python experiments/gradmem_table1.py --report                         tables, figure and verdict from the rows
 """
@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ PLACES = {scale: ROWS / f"gradmem_table1_{scale}.jsonl" for scale in (*SCALES, "
 RUNS = Path("runs") / "gradmem_table1"
 ESTIMATES = ROWS / "gradmem_table1_estimate.jsonl"
 GRID = (4, 8, 16, 32, 64, 96)
-BATCH_OVER_MICRO = 8  # of `paper_spec`
+PAPER_BATCH, MICRO = 64, 8
 # per cent by pairs; the paper's table 1, means of three runs
 PAPER = {
     "KV cache": (100, 100, 99.8, 99.8, 96.5, 98.8), "Mamba": (99.9, 98.9, 98.7, 90.2, 95.2, 92.2), "ARMT": (99.0, 98.5, 97.4, 54.9, 22.6, 15.2),
@@ -71,7 +72,7 @@ def large(name: str, pairs: int) -> MemorySpec:
     }[name]  # fmt: skip
 
 
-def paper_spec(name: str, pairs: int, seed: int, *, steps: int) -> TrainSpec:
+def paper_spec(name: str, pairs: int, seed: int, *, steps: int, micro_batch: int = MICRO) -> TrainSpec:
     """The paper's model and training, with its curriculum from the smallest number of pairs on."""
     memory, task = large(name, pairs), Retrieval()
     heads = {"heads": 1, "key_value_heads": 1, "hidden": 256} if name == "Mamba" else {"heads": 4, "key_value_heads": 4, "hidden": 344}
@@ -82,14 +83,14 @@ def paper_spec(name: str, pairs: int, seed: int, *, steps: int) -> TrainSpec:
     )
     return TrainSpec(
         seed=seed, task=task, model=DecoderSpec(vocabulary=task.vocabulary, width=128, layers=4, **heads), memory=memory,
-        optimizer=Optimizer(rate=1e-4, batch=8 * BATCH_OVER_MICRO, micro_batch=8, warm_up=10_000), stage=stages, checkpoint_every=50,
+        optimizer=Optimizer(rate=1e-4, batch=PAPER_BATCH, micro_batch=micro_batch, warm_up=10_000), stage=stages, checkpoint_every=50,
     )  # fmt: skip
 
 
-def paper_cell(name: str, pairs: int, seed: int, *, steps: int, stop_after: int) -> list[Row]:
+def paper_cell(name: str, pairs: int, seed: int, *, steps: int, stop_after: int, micro_batch: int) -> list[Row]:
     """Go on with one cell; its row once its training is over."""
     folder = RUNS / f"{name.replace(' ', '_')}_{pairs}_{seed}"
-    spec = paper_spec(name, pairs, seed, steps=steps)
+    spec = paper_spec(name, pairs, seed, steps=steps, micro_batch=micro_batch)
     if not (folder / "model.json").exists() and train(spec, folder, resume=folder.exists(), stop_after=stop_after) is None:
         return []
     trained = load_trained(folder, name=name)
@@ -132,13 +133,13 @@ def estimates(place: Path, *, steps: int, most: float) -> list[Row]:
         steps: Of the last stage.
         most: CPU seconds that a micro-batch may be expected to take; where it would be more, the cost is extrapolated in the number of pairs.
     """
-    rows = read_lines(place) if place.exists() else []
+    rows = read_lines(place)
     for name in PAPER:
         own = [row for row in rows if row["memory"] == name]
         for pairs in GRID[len(own) :]:
             sizes, costs, began = [row["pairs"] for row in own], [row["seconds_a_step"] for row in own], time.process_time()
             expected = through_three(sizes, costs, pairs) if len(own) >= 3 else 0.0
-            measured = expected <= most * BATCH_OVER_MICRO
+            measured = expected <= most * PAPER_BATCH / MICRO
             costs.append(round(seconds_of(name, pairs) if measured else expected, 3))
             taken = {stage.pairs[0]: stage.at_most for stage in paper_spec(name, pairs, 0, steps=steps).stage}
             hours = sum(taken[size] * cost for size, cost in zip(taken, costs, strict=True)) / 3600
@@ -229,6 +230,16 @@ def report(rows: list[Row], title: str) -> str:
     return "\n".join(lines)
 
 
+def paper(arguments: argparse.Namespace) -> None:
+    """Go on with cells of the paper's grid."""
+    rows = read_lines(PLACES["paper"])
+    settings = {"steps": arguments.most, "stop_after": arguments.train_steps, "micro_batch": arguments.micro_batch}
+    for name, pairs, seed in product(arguments.memory or PAPER, arguments.pairs, arguments.seed):
+        if not any((row["memory"], row["pairs"], row["seed"]) == (name, pairs, seed) for row in rows):
+            rows += paper_cell(name, pairs, seed, **settings)
+            write_lines(PLACES["paper"], rows)
+
+
 def main() -> int:
     """Measure or report."""
     parser = argparse.ArgumentParser()
@@ -238,6 +249,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, nargs="+", choices=GRID, default=GRID)
     parser.add_argument("--train-steps", type=int, default=10**6, help="training steps of this call, for each cell of the paper's grid")
     parser.add_argument("--most", type=int, default=100_000, help="training steps of a cell of the paper's grid, its curriculum apart")
+    parser.add_argument("--micro-batch", type=int, default=MICRO, help="contexts at once, of a batch of 64; 32 is faster at four pairs, 8 from 16 on")
     parser.add_argument("--minutes", type=float, default=math.inf, help="CPU minutes after which no run is begun")
     parser.add_argument("--seconds", type=float, default=20.0, help="of --estimate: CPU seconds of a micro-batch above which it is extrapolated")
     parser.add_argument("--estimate", action="store_true")
@@ -249,13 +261,7 @@ def main() -> int:
         print(table(cells, row="memory", column="pairs", value=lambda cell: f"{'' if cell['measured'] else '~'}{cell['hours']:.0f}"))
         return 0
     if arguments.scale == "paper" and not arguments.report:
-        rows = read_lines(PLACES["paper"]) if PLACES["paper"].exists() else []
-        for name in arguments.memory or PAPER:
-            for pairs in arguments.pairs:
-                for seed in arguments.seed:
-                    if not any((row["memory"], row["pairs"], row["seed"]) == (name, pairs, seed) for row in rows):
-                        rows += paper_cell(name, pairs, seed, steps=arguments.most, stop_after=arguments.train_steps)
-                        write_lines(PLACES["paper"], rows)
+        paper(arguments)
         return 0
     if not arguments.report:
         chosen = {name: MEMORIES[name] for name in arguments.memory or MEMORIES}

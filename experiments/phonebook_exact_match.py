@@ -45,7 +45,7 @@ def free_running(model: RecordsModel, task: Phonebook, *, pairs: int, contexts: 
 
 def measure(place: Path, seeds: list[int], contexts: int) -> list[Row]:
     """Rows of every size, share of similar names and seed that are not there yet."""
-    rows: list[Row] = read_lines(place) if place.exists() else []
+    rows: list[Row] = read_lines(place)
     model = graven.load("phonebook")
     assert isinstance(model, RecordsModel)
     about = {"memory": "gradmem", "bytes": 4 * model.memory.initial.numel(), "trained": model.memory.spec.steps, "torch": str(torch.__version__)}

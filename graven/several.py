@@ -163,19 +163,18 @@ def _ensure_growable(memory: Memory) -> None:
 # Texts
 
 
-def exact_rows(model: TextModel, memory: Memory, *, which: str = "the memory", pages: Sequence[int] | None = None) -> Rows:
+def exact_rows(model: TextModel, memory: Memory, *, which: str = "the memory") -> Rows:
     """Tokens of the text, by reciting it.
 
     Raises:
         SpecError: It is not recited exactly.
     """
-    held = memory.about.pages
     rows = recited_pages(gradmem_of(model, memory), memory)[0]
-    wrong = [at for at in (range(len(held)) if pages is None else pages) if text_hash(rows[at]) != held[at].text_hash]
+    wrong = [at for at, page in enumerate(memory.about.pages) if text_hash(rows[at]) != page.text_hash]
     if wrong:
-        page = wrong[0]
+        page = memory.about.pages[wrong[0]]
         raise SpecError(
-            f"{which} recites {held[page].recited} of the {held[page].tokens} tokens of page {page + 1}, so what further descent would hold it to is "
+            f"{which} recites {page.recited} of the {page.tokens} tokens of page {wrong[0] + 1}, so what further descent would hold it to is "
             "not its text; add the text as a page, or write both texts anew."
         )
     return rows
@@ -188,13 +187,23 @@ def gradmem_of(model: TextModel, memory: Memory) -> GradMem:
 
 def _joined_texts(model: TextModel, one: Memory, other: Memory, settings: Settings, *, names: tuple[str, str]) -> Changed:
     both = join(one, other)
-    rows = [recited_pages(gradmem_of(model, memory), memory)[0] for memory in (one, other)]
-    whole, offset = rows[0] + rows[1], len(rows[0])
-    kept = (
-        _text_kept(model, one, both, rows[0], whole, at=[(page, 0) for page in range(offset)], name=names[0], settings=settings),
-        _text_kept(model, other, both, rows[1], whole, at=[(offset + page, 0) for page in range(len(rows[1]))], name=names[1], settings=settings),
+    first, second = (_page_kept(model, memory, both, name=name, settings=settings) for memory, name in zip((one, other), names, strict=True))
+    return Changed(memory=both, kept=(first, second))
+
+
+def _page_kept(model: TextModel, before: Memory, after: Memory, *, name: str, settings: Settings) -> Kept:
+    """Of pages that stay as they were, bit for bit, what the file says of reciting them stays true; only an answer may come from another page."""
+    recited = sum(page.recited for page in before.about.pages)
+    told = [token for row in recited_pages(gradmem_of(model, before), before)[0] for token in row] if settings.probes else []
+    queries, same = same_answers(model, before, after, told, settings)
+    return Kept(
+        name=name,
+        tokens=before.about.tokens,
+        recited=(recited, recited),
+        token_accuracy=(before.about.token_accuracy, before.about.token_accuracy),
+        queries=queries,
+        same_answers=same,
     )
-    return Changed(memory=both, kept=kept)
 
 
 def _taken_on(
@@ -206,7 +215,7 @@ def _taken_on(
         raise SpecError(f"this memory descended {about.objective!r}, which ends at no text that could be descended on; add the text as a page.")
     steps, rate = TEXT_STEPS if settings.steps is None else settings.steps, TEXT_RATE if settings.rate is None else settings.rate
     check_numbers(steps=steps, seed=settings.seed, deadline=settings.deadline)
-    old = exact_rows(model, memory, pages=[last])
+    old = exact_rows(model, memory)
     whole = [*old[last], *ids]
     rule = Adam(rate=rate * model.model.embedding_scale)
     gradmem = GradMem(model.model, GradMemSpec(slots=about.slots, steps=steps, rule=rule, order="none"), before=about.before)
@@ -218,9 +227,9 @@ def _taken_on(
         chat=about.chat, before=about.before,
     )  # fmt: skip
     after = join(fork(memory, range(last)), page) if last else page
-    pages, other = [*old[:last], whole], None if alone is None else alone
+    pages = [*old[:last], whole]
     first = _text_kept(model, memory, after, old, pages, at=[(at, 0) for at in range(last + 1)], name=names[0], settings=settings)
-    second = _text_kept(model, other, after, [ids], pages, at=[(last, len(old[last]))], name=names[1], settings=settings)
+    second = _text_kept(model, alone, after, [ids], pages, at=[(last, len(old[last]))], name=names[1], settings=settings)
     return Changed(memory=after, kept=(first, second))
 
 
@@ -231,7 +240,7 @@ def _text_kept(
 
     Args:
         model: Reads.
-        before: The memory of this text alone, if there is one.
+        before: The memory of this text alone, if there is one, which recites it exactly.
         after: The memory of both.
         rows: Tokens of the text, page by page.
         whole: Tokens of every page of `after`.
@@ -242,16 +251,12 @@ def _text_kept(
     tokens = sum(map(len, rows))
     held = [hits_of(gradmem_of(model, after), after.state[page : page + 1], whole[page]) for page, _ in at]
     new = [(recited(hits, first, len(row)), sum(hits[first : first + len(row)])) for hits, (_, first), row in zip(held, at, rows, strict=True)]
-    old: list[tuple[int, int]] | None = None
-    if before is not None and len(before.about.pages) == len(rows):
-        hits = [hits_of(gradmem_of(model, before), before.state[i : i + 1], row) for i, row in enumerate(rows)]
-        old = [(recited(one, 0, len(row)), sum(one)) for one, row in zip(hits, rows, strict=True)]
     queries, same = (0, None) if before is None else same_answers(model, before, after, [t for row in rows for t in row], settings)
     return Kept(
         name=name,
         tokens=tokens,
-        recited=(None if old is None else sum(n for n, _ in old), sum(n for n, _ in new)),
-        token_accuracy=(None if old is None else sum(n for _, n in old) / tokens, sum(n for _, n in new) / tokens),
+        recited=(None if before is None else tokens, sum(n for n, _ in new)),
+        token_accuracy=(None if before is None else 1.0, sum(n for _, n in new) / tokens),
         queries=queries,
         same_answers=same,
     )
@@ -269,7 +274,7 @@ def recited(hits: Sequence[bool], first: int, length: int) -> int:
 
 def same_answers(model: TextModel, before: Memory, after: Memory, text: Sequence[int], settings: Settings) -> tuple[int, float | None]:
     """How many questions the model asked itself about a text, and the share of them that two memories answer alike."""
-    if settings.probes < 1:
+    if settings.probes < 1 or not text:
         return 0, None
     chat = after.about.chat
     try:
@@ -295,9 +300,12 @@ def values_of(model: RecordsModel, memory: Memory) -> dict[str, str]:
 
 def told(model: TextModel | RecordsModel | TriplesModel, memory: Memory) -> str:
     """What a memory says when nobody asks: the recital of its pages, or each key with what it is answered with, in order of the keys."""
-    if isinstance(model, RecordsModel):
+    if not isinstance(model, RecordsModel):
+        return model.recite(memory).text
+    try:
         return "\n".join(f"{key}:{value}" for key, value in sorted(values_of(model, memory).items()))
-    return model.recite(memory).text
+    except SpecError as error:
+        raise SpecError(f"{model.name} has too many possible keys to find those of a memory; compare the vectors alone with --vectors.") from error
 
 
 def _merged_records(
@@ -313,10 +321,12 @@ def _merged_records(
     """Two memories of records in one; `wanted` are the true values of the second, where they are known."""
     both = join(one, other)  # refused before anything else is done
     values = [_said(model, one), _said(model, other, wanted)]
+    true: list[dict[str, str] | None] = [None, wanted]
     if into == "vectors":
-        both = _records_written(model, _lines(model, (one, other), values), settings)
+        both = _records_written(model, _lines(model, (one, other), values), settings)  # which has seen that all were answered right
+        true = [*values]
     kept = []
-    for name, memory, said, right in zip(names, (one, other), values, (None, wanted), strict=True):
+    for name, memory, said, right in zip(names, (one, other), values, true, strict=True):
         after = {answer.query: answer.text for answer in model.ask_many(both, list(said))}
         kept.append(
             Kept(

@@ -73,6 +73,14 @@ def test_what_a_page_recites_is_what_it_recited(model, both, old, new):
     assert model.recite(both.memory).exact
 
 
+def test_a_page_that_does_not_hold_its_text_is_said_to_hold_what_it_does(model, old):
+    halfway = model.write(NEW, steps=1)
+    said = halfway.about.pages[0].recited, halfway.about.token_accuracy
+    assert said < (halfway.about.tokens, 1.0)
+    kept = merge(model, halfway, old, settings=Settings(probes=1)).kept[0]
+    assert (kept.recited, kept.token_accuracy) == ((said[0],) * 2, (said[1],) * 2)
+
+
 def test_appending_is_merging_with_what_the_text_alone_is_written_as(model, both, old):
     appended = append(model, old, NEW, settings=QUIET)
     assert torch.equal(appended.memory.state, both.memory.state)
@@ -158,6 +166,14 @@ def test_records_written_together_take_the_vectors_of_one_page(records):
     assert values_of(records, done.memory) == dict(line.split(":") for line in text.split("\n"))
 
 
+def test_records_that_vectors_lose_are_told(records):
+    old, new = (records.write(lines(numbers)) for numbers in (range(8), range(8, 16)))
+    done = merge(records, old, new, into="vectors", settings=Settings(steps=1))
+    assert [kept.answered[0] for kept in done.kept] == [8, 8]
+    assert sum(kept.answered[1] for kept in done.kept) == done.memory.about.answered < 16
+    assert any(kept.lost for kept in done.kept)
+
+
 def test_keys_that_cannot_be_found_leave_the_old_records_unmeasured(records, monkeypatch):
     monkeypatch.setattr("graven.quantize.MOST_KEYS", 10)
     old = records.write(lines(range(4)))
@@ -181,6 +197,21 @@ def test_a_fork_of_all_pages_is_the_same_file_and_of_some_those_pages(both, old,
     turned = fork(both.memory, [1, 0])
     assert torch.equal(turned.state, torch.cat([new.state, old.state]))
     assert fork(both.memory, [1]).about.pages == new.about.pages
+
+
+def test_pages_that_say_the_same_of_themselves_change_places(old):
+    twin = Memory(old.state * 1.01, old.about)
+    turned = fork(join(old, twin), [1, 0])
+    assert torch.equal(turned.state, torch.cat([twin.state, old.state]))
+
+
+def test_of_what_was_imported_nothing_is_said_to_be_exact(old):
+    nothing = dataclasses.replace(old.about.pages[0], tokens=0, recited=0)
+    about = dataclasses.replace(old.about, pages=(nothing,), token_accuracy=0.0, losses=(), steps=0, outcome=Outcome.IMPORTED.name)
+    both = join(Memory(old.state, about), Memory(old.state * 2, about))
+    part = fork(both, [1])
+    assert [memory.about.outcome for memory in (both, part)] == [Outcome.IMPORTED.name] * 2
+    assert part.about.token_accuracy == 0.0
 
 
 @pytest.mark.parametrize("pages", [[], [2], [-1], [0, 0]])
@@ -238,6 +269,7 @@ def run(capsys, tmp_path, monkeypatch):
 def test_the_verbs_say_what_is_left_and_leave_the_memories_alone(run, tmp_path):
     (tmp_path / "a").write_text(lines(range(4)))
     (tmp_path / "b").write_text(lines(range(4, 8)))
+    (tmp_path / "book").write_text("anna:1234")
     assert run("write", "a", "-o", "a.graven")[0] == run("write", "b", "-o", "b.graven")[0] == 0
     before = (tmp_path / "a.graven").read_bytes()
     code, out, _ = run("append", "a.graven", "b", "-o", "ab.graven")
@@ -252,5 +284,7 @@ def test_the_verbs_say_what_is_left_and_leave_the_memories_alone(run, tmp_path):
     assert out.startswith("page 1 only in f.graven\npage 1 only in a.graven\n--- f.graven\n+++ a.graven\n")
     assert run("ask", "ab.graven", "01", "06")[0] == 0
     assert (tmp_path / "a.graven").read_bytes() == before
+    assert run("write", "book", "-o", "p.graven", "--model", "phonebook")[0] == 0
+    assert "compare the vectors alone with --vectors" in run("diff", "p.graven", "p.graven")[2]
     for pages in ("0", "x", "2-1", "3"):
         assert run("fork", "ab.graven", "-o", "g.graven", "--pages", pages)[0] == 2

@@ -15,7 +15,7 @@ from graven.errors import MismatchError, Outcome, SpecError, TextError
 from graven.memory.file import VERSION, About, Memory
 
 # from the worst to the best: what a memory of several pages ended as
-OUTCOMES = (Outcome.DIVERGED, Outcome.DEADLINE, Outcome.LATE, Outcome.STEPS, Outcome.DONE, Outcome.CLOSE, Outcome.EXACT)
+OUTCOMES = (Outcome.IMPORTED, Outcome.DIVERGED, Outcome.DEADLINE, Outcome.LATE, Outcome.STEPS, Outcome.DONE, Outcome.CLOSE, Outcome.EXACT)
 
 
 def ensure_one_model(one: Memory, other: Memory) -> None:
@@ -100,7 +100,7 @@ def fork(memory: Memory, pages: Sequence[int] | None = None) -> Memory:
     if not pages or len(set(pages)) != len(pages) or not all(0 <= page < count for page in pages):
         raise SpecError(f"pages {', '.join(str(page + 1) for page in pages) or 'none'} were asked for; name some of 1 to {count}, each once.")
     kept = tuple(about.pages[page] for page in pages)
-    if kept == about.pages:
+    if list(pages) == list(range(count)):
         return memory
     if about.kind == "records" and about.answered != about.records:
         raise SpecError(
@@ -108,7 +108,7 @@ def fork(memory: Memory, pages: Sequence[int] | None = None) -> Memory:
             "write those records anew."
         )
     tokens, right = sum(page.tokens for page in kept), sum(page.recited for page in kept)
-    exact = right == tokens
+    exact = right == tokens > 0  # nothing is known of what was imported
     records = None if about.records is None else sum(len(page.keys) for page in kept)
     return Memory(
         memory.state[list(pages)].clone(),

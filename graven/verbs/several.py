@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -135,7 +136,7 @@ def diff(
         recited = recited_lines(told(reader, first), told(reader, second), names=(str(one), str(other)))
     facts = {
         "same": found.none,
-        "pages": [asdict(pair) for pair in found.same],
+        "pages": [asdict(pair) | {"distance": pair.distance if isfinite(pair.distance) else None} for pair in found.same],
         "only": [list(found.only_one), list(found.only_other)],
         "fields": found.fields,
         "recited": recited,

@@ -27,6 +27,7 @@ from graven.errors import GravenError, MemoryFileError, OutputError, TextError
 from graven.memory.file import Memory
 from graven.models.base import key_hash
 from graven.report import sweep
+from graven.tasks import world
 
 NAME = "graven.sqlite"
 SUFFIX = ".graven"
@@ -83,8 +84,12 @@ def bag_of_keys(memory: Memory) -> Counter[int]:
 
 
 def bag_of_question(question: str) -> Counter[int]:
-    """Its pieces, and its key should it be one."""
-    return bag(question) + Counter([_hash(f"#{key_hash(question.strip().removeprefix('?!').removesuffix(':'))}")])
+    """Its pieces, and its key should it be one: of records as it is, of a phone book whatever its case, of a story as `tasks.world` spells it."""
+    bare = question.strip().removeprefix("?").removeprefix("!").removesuffix(":").strip()
+    keys = {bare, bare.lower()}
+    with suppress(TextError):
+        keys.add(world.text_of(world.tokens_of(question.strip().removesuffix("?") + "?")))
+    return bag(question) + Counter(_hash(f"#{key_hash(key)}") for key in keys)
 
 
 def _hash(piece: str) -> int:
@@ -150,6 +155,8 @@ class Index:
                 stamp = stamp_of(places[name])
                 if name not in known or known[name][0] != stamp:
                     self._read(places[name], known.get(name, ((), None))[1], stamp, recite)
+            except UnicodeEncodeError:
+                unread[name] = "its name is no Unicode; give it another"
             except (GravenError, OSError) as error:  # its model is not here, or it is gone again: the next time may be another
                 self._forget(name)
                 unread[name] = str(error)
@@ -212,9 +219,9 @@ class Index:
         ).fetchone()
         return found
 
-    def stamp(self, name: str) -> tuple[int, ...] | None:
-        """Of the file when it was last read or written."""
-        return self.base.execute("SELECT size, time, inode FROM entry WHERE name = ?", (name,)).fetchone()
+    def stamp(self, name: str) -> tuple[int | str, ...] | None:
+        """Of the file when it was last read or written, and the content hash that it had."""
+        return self.base.execute("SELECT size, time, inode, hash FROM entry WHERE name = ?", (name,)).fetchone()
 
     def note_written(self, name: str, source: str, settings: str, memory: Memory, text: str, row: str) -> None:
         """A text that was written, and its bag, at once."""

@@ -11,6 +11,7 @@ Source: ours; tests/test_many.py.
 """
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Sequence
@@ -95,8 +96,8 @@ def sources_of(place: Path) -> list[Source]:
     Raises:
         TextError: There is no such folder or file, or no text in it.
     """
-    if place.is_dir():
-        found = [Source(path.stem, partial(_text, path), path.stat().st_size) for path in sorted(place.glob("*.txt"))]
+    if os.path.isdir(place):  # of `os.path`, which takes a name that is too long for one that is not there
+        found = [Source(path.stem, partial(_text, path), os.path.getsize(path) if path.exists() else 0) for path in sorted(place.glob("*.txt"))]
     else:
         try:
             lines = place.read_bytes().split(b"\n")
@@ -114,13 +115,21 @@ def _told_apart(sources: Sequence[Source]) -> list[Source]:
     kept = []
     for source in sources:
         name, reason = source.name, ""
-        if not name or name.startswith(".") or len(name.encode("utf-8", "surrogateescape")) > LONGEST_NAME or any(c in name for c in "/\\\0"):
+        if not name or name.startswith(".") or not 0 < _bytes_of(name) <= LONGEST_NAME or any(c in name for c in "/\\\0"):
             reason = f"{name!r} is no name of a file; letters, digits and up to {LONGEST_NAME} bytes were expected."
         elif name in seen:
             reason = f"the name {name!r} was there before; give every text its own."
         seen.add(name)
         kept.append(replace(source, read=_refusing(reason)) if reason else source)
     return kept
+
+
+def _bytes_of(name: str) -> int:
+    """Of a name of a file; 0 where no file system has it."""
+    try:
+        return len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return 0
 
 
 def _refusing(reason: str) -> Callable[[], str]:
@@ -228,9 +237,9 @@ def _written(model: Model, source: Source, out: Path, settings: Settings, index:
 
 
 def _is_there(place: Path, hashed: str, index: Index) -> bool:
-    """Whether the file is still the one that was written; read only where its stamp is another."""
+    """Whether the file is still the one that was written; read only where it is not the one that the index knows by that hash."""
     try:
-        return index.stamp(place.name) == stamp_of(place) or Memory.load(place).content_hash == hashed
+        return index.stamp(place.name) == (*stamp_of(place), hashed) or Memory.load(place).content_hash == hashed
     except (OSError, GravenError):
         return False
 

@@ -107,7 +107,22 @@ def test_records_are_picked_by_their_key(tmp_path):
     assert pick(tmp_path, "zz")[0] is None
 
 
+def test_a_key_is_found_as_the_memory_itself_takes_it(tmp_path):
+    graven.load("phonebook").write("Alice: 555123").save(tmp_path / "book.graven")
+    graven.load("stories").write("Mary went to the garden.").save(tmp_path / "story.graven")
+    for question, name in (("Alice", "book"), ("ALICE:", "book"), ("where is mary", "story"), ("Where is Mary?", "story")):
+        assert pick(tmp_path, question)[0].name == f"{name}.graven"
+    assert pick(tmp_path, "\udcff")[0] is None
+
+
 # Stale, missing, damaged
+
+
+def test_a_file_whose_name_is_no_unicode_is_left_out_and_told(folder):
+    os.rename(folder / "dog.graven", os.fsencode(folder) + b"/\xff.graven")
+    found, faults = pick(folder, "bridge")
+    assert found.name == "bridge.graven"
+    assert faults == {"\udcff.graven": "its name is no Unicode; give it another"}
 
 
 def test_a_text_is_recited_once_and_again_only_where_its_memory_changed(folder):
@@ -174,7 +189,8 @@ def test_what_is_no_folder_of_memories_is_refused(tmp_path):
 
 
 def test_only_old_leftovers_of_memories_are_swept_away(tmp_path):
-    leftovers = [".a.graven.abcd1234", ".b.graven.abcd_234", ".a.txt.abcd1234", "a.graven.abcd1234", ".a.graven", ".a.graven.abcd1234x"]
+    marked = [".a.graven.tmp-abcd1234", ".b.graven.tmp-abcd_234", ".a.txt.tmp-abcd1234", ".a.graven.tmp-abcd1234x"]
+    leftovers = [*marked, "a.graven.tmp-abcd1234", ".a.graven", ".notes.graven.20250101"]
     for name in leftovers:
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (0, 0))
@@ -210,3 +226,4 @@ def test_the_verb_ask_says_which_memory_it_used(tmp_path, capsys):
     assert "'w31' went to b.graven" in err
     assert "has a word of 'w77'; name the one to ask" in err
     assert cli.main(["ask", str(tmp_path / "many"), "w31", "--stream"]) == 2
+    assert Memory.load(tmp_path / "many" / "a.graven").about.fidelity is None  # nothing was asked for

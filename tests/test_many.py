@@ -115,7 +115,7 @@ def test_a_bad_text_is_told_and_the_rest_is_written(model, tmp_path):
         '{"text": "no record"}', "{", '{"text": 3}', '{"text": "aa:11", "colour": 1}', '{"name": "x"}', "[" * 100_000,
         '{"text": "", "name": "empty"}',
         '{"text": "aa:11", "name": "../up"}', '{"text": "aa:11", "name": ""}', '{"text": "aa:11", "name": "%s"}' % ("n" * 300),
-        '{"text": "aa:\\ud800", "name": "half"}', good.replace("good", "mine"), good,
+        '{"text": "aa:\\ud800", "name": "half"}', '{"text": "aa:11", "name": "\\ud800"}', good.replace("good", "mine"), good,
     ]  # fmt: skip
     (tmp_path / "texts.jsonl").write_text("\n".join([good, *bad, good.replace("good", "last")]))
     (tmp_path / "out").mkdir()
@@ -168,6 +168,26 @@ def test_what_is_there_is_not_written_again_unless_text_settings_or_file_changed
     assert torch.equal(after["t0"], model.write(records(9)).state)
     assert_same_states({name: after[name] for name in ("t1", "t2")}, {name: before[name] for name in ("t1", "t2")})
     assert kinds(write_many(model, sources_of(texts), out, Settings(steps=1))) == {"written": 3}
+
+
+def test_a_file_that_was_replaced_or_damaged_is_written_again_whoever_looked_at_it(model, texts, tmp_path):
+    out = tmp_path / "out"
+    write_many(model, sources_of(texts), out, Settings())
+    model.write("zz:99").save(out / "t0.graven")
+    (out / "t1.graven").write_bytes((out / "t1.graven").read_bytes()[:-1] + b"x")
+    with Index(out) as index:
+        assert list(index.refresh(lambda _: "")) == ["t1.graven"]
+    rows = write_many(model, sources_of(texts), out, Settings())
+    assert [row.kind for row in rows] == ["written", "bad", "there"]
+    assert "is no memory that can be read" in rows[1].reason
+    assert torch.equal(Memory.load(out / "t0.graven").state, model.write(records(0)).state)
+
+
+def test_a_link_to_nowhere_is_a_bad_text_and_stops_no_other(model, texts, tmp_path):
+    (texts / "t9.txt").symlink_to(tmp_path / "nowhere")
+    rows = write_many(model, sources_of(texts), tmp_path / "out", Settings())
+    assert [row.kind for row in rows] == ["written"] * 3 + ["bad"]
+    assert rows[3].reason == "cannot be read: No such file or directory."
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "text"])

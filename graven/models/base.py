@@ -102,7 +102,7 @@ def recited_pages(memory: GradMem, written: Memory) -> tuple[list[list[int]], bo
 
 def key_hash(key: str) -> int:
     """32 bits of a key's SHA-256."""
-    return int(digest(key.encode())[:8], 16)
+    return int(digest(key.encode("utf-8", "surrogatepass"))[:8], 16)
 
 
 def made_with() -> tuple[str, ...]:

@@ -40,15 +40,16 @@ def write_many(
 
     from graven.many import Settings, sources_of
     from graven.many import write_many as write_all
+    from graven.model import TextModel
     from graven.processes import alone_by_mistake, here
     from graven.written import Wish
 
     if mistake := alone_by_mistake():
         note(mistake)
     processes, sources = here(), sources_of(source)
-    wish = Wish(objective=objective, chat=chat, probes=probes if objective or chat or probes else None)
-    settings = Settings(wish=wish, slots=slots, steps=steps, rate=rate, seed=seed, deadline=deadline)
     loaded = open_model("records" if model is None else model, slots=slots)
+    wish = Wish(objective=objective, chat=chat, probes=probes if isinstance(loaded, TextModel) else probes or None)  # others ask none
+    settings = Settings(wish=wish, slots=slots, steps=steps, rate=rate, seed=seed, deadline=deadline)
     if processes.count > 1 or loaded.size < SMALL:
         torch.set_num_threads(1)
     with progress_bar("writing", total=len(sources), quiet=json) as tick:

@@ -5,6 +5,7 @@ Exit 0 done, 1 the result fell short of what was asked, 2 wrong use (one line, n
 
 import sys
 from collections.abc import Generator, Sequence
+from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -150,7 +151,7 @@ def ask(
     decoding = Decoding(
         min_tokens=min_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, beams=beams, count=count, stop=tuple(stop or ())
     )
-    if memory.is_dir():
+    if isdir(memory):
         return many.ask_folder(memory, query, model=model, max_tokens=max_tokens, decoding=decoding, stream=stream, as_json=json)
     if stream and (json or len(query) > 1):
         raise SpecError("--stream prints the answer to one query as it comes; ask one query, and leave --json out.")

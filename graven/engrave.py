@@ -179,7 +179,7 @@ def _outcome(rows: list[Row], *, until_exact: bool, late: bool) -> Outcome:
     if any(row.diverged for row in rows):
         return Outcome.DIVERGED
     if late:
-        return Outcome.DEADLINE
+        return Outcome.DEADLINE if until_exact else Outcome.LATE
     if not until_exact:
         return Outcome.DONE
     # a model that normalises its input bounds the loss however large the state has grown

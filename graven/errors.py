@@ -65,7 +65,7 @@ class Outcome(Enum):
     STEPS = "the steps ran out before the text was reproduced exactly; raise `--steps` or `--slots`"
     DEADLINE = "the deadline came before the text was reproduced exactly; raise `--deadline` or `--slots`"
     CLOSE = "the loss fell below what was asked for"
-    LATE = "the deadline came before every step was taken and the best state until then was kept; raise `--deadline`"
+    LATE = "the deadline came before every step was taken and the state until then was kept; raise `--deadline`"
     DIVERGED = "the loss diverged and the best state before that was kept; lower `--rate`"
     IMPORTED = "the vectors were made by another tool, and nothing is known of their text"
     SOLVED = "one fixed point was found on the whole range where there can be any"

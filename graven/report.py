@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
+MARK = ".tmp-"  # of a temporary file
 LEFT_BEHIND = 600.0  # seconds; a temporary file is filled and renamed in far less
 
 
@@ -35,7 +36,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
+        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())  # what was private stays private
         temporary.replace(path)
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as an error of its own
         raise OutputError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}. Free some space or choose another place.") from error
@@ -57,7 +58,7 @@ def sweep(folder: Path, suffix: str) -> None:
 
     An ordinary exception, Ctrl-C included, leaves none; SIGKILL and a power cut between two system calls can.
     """
-    leftover = re.compile(rf"\..+{re.escape(suffix)}\.[a-z0-9_]{{8}}")
+    leftover = re.compile(rf"\..+{re.escape(suffix)}{re.escape(MARK)}[a-z0-9_]{{8}}")
     for place in folder.iterdir():
         if leftover.fullmatch(place.name):
             with suppress(OSError):  # another process sweeps too, or the folder is not ours to change
@@ -70,7 +71,7 @@ def _temporary_beside(path: Path) -> Path:
     try:
         if not path.parent.stat().st_mode & 0o222:  # root could write there; nobody was meant to
             raise OutputError(f"cannot write {path}: its folder is read-only. {advice}")
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}{MARK}", dir=path.parent)
     except OutputError:
         raise
     except OSError as error:

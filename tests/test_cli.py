@@ -221,7 +221,7 @@ def test_a_text_that_cannot_be_written_is_one_line_and_no_file(data, parts, run,
         ([".", "-o", "m"], "cannot read .: Is a directory."),
         (["r.txt", "-o", "missing/m"], "cannot write missing/m: No such file or directory."),
         (["r.txt", "-o", "locked/m"], "cannot write locked/m: its folder is read-only."),
-        (["r.txt", "-o", "r.txt"], "r.txt exists and is no memory, so it is left alone; choose another name."),
+        (["r.txt", "-o", "r.txt"], "r.txt exists and is no memory that can be read, so it is left alone; choose another name."),
         (["r.txt", "-o", "."], ". is a folder; give the name of a file to write."),
         (["r.txt", "-o", "/dev/null"], "/dev/null exists and is no memory"),
         (["r.txt", "-o", "n" * 300], "File name too long"),
@@ -263,6 +263,23 @@ def test_an_option_that_does_not_fit_a_language_model_is_one_line(options, part,
     assert not (place / "m").exists()
 
 
+def test_standard_output_that_takes_no_more_and_input_that_is_closed_are_one_line(run, place, capsys, monkeypatch):
+    (place / "r.txt").write_text(RECORDS)
+    run("write", "r.txt", "-o", "m")
+    full = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(full, "flush", lambda: os.stat(place / "nowhere"), raising=False)
+    monkeypatch.setattr(sys, "stdout", full)
+    assert cli.main(["inspect", "m"]) == 2
+    assert capsys.readouterr().err == "graven: cannot write to standard output: No such file or directory.\n"
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["inspect", "m"]) == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    assert cli.main(["write", "-", "-o", "m"]) == 2
+    assert capsys.readouterr().err == "graven: standard input is closed; give the path of a text file, or open it.\n"
+    assert cli.main(["ask", "n" * 300, "k"]) == 2
+    assert capsys.readouterr().err.startswith("graven: there is no file nnn")
+
+
 def test_no_steps_write_the_start_state(run, place, directory):
     for model, words in (("records", RECORDS), (directory, WORDS)):
         (place / "t.txt").write_text(words)
@@ -286,7 +303,7 @@ def test_a_write_that_falls_short_exits_1_says_why_and_keeps_its_file(run, place
 def test_records_that_a_deadline_or_few_steps_left_unanswered_are_told(run, place):
     (place / "r.txt").write_text(RECORDS)
     code, out, err = run("write", "r.txt", "-o", "m", "--deadline", 0)
-    assert (code, err) == (1, f"graven: {Outcome.DEADLINE.value}\n")
+    assert (code, err) == (1, f"graven: {Outcome.LATE.value}\n")
     many = "".join(f"{a}{b}:{b}{a}\n" for a in "abcdefgh" for b in "ijklmnop")
     (place / "r.txt").write_text(many)
     code, out, err = run("write", "r.txt", "-o", "m", "--steps", 1)

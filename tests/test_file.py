@@ -229,7 +229,7 @@ def test_only_a_memory_or_nothing_is_replaced(place, tmp_path):
     ensure_replaceable(place)
     ensure_replaceable(tmp_path / "new")
     (tmp_path / "notes.txt").write_text("mine")
-    for name, sentence in (("notes.txt", "exists and is no memory, so it is left alone"), (".", "is a folder")):
+    for name, sentence in (("notes.txt", "exists and is no memory that can be read, so it is left alone"), (".", "is a folder")):
         with pytest.raises(OutputError, match=sentence):
             ensure_replaceable(tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "whole.graven"]

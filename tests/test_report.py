@@ -48,6 +48,14 @@ def test_a_written_file_replaces_the_old_one_and_leaves_nothing_beside_it(tmp_pa
     assert names(tmp_path) == ["a.txt"]
 
 
+def test_a_private_file_stays_private_when_it_is_replaced(tmp_path):
+    place = tmp_path / "a.txt"
+    place.write_text("old")
+    place.chmod(0o600)
+    write_atomically(place, lambda temporary: temporary.write_text("new"))
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+
+
 def test_readers_see_the_old_file_until_the_new_one_is_whole(tmp_path):
     place = tmp_path / "a.txt"
     place.write_text("old")

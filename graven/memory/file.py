@@ -295,8 +295,10 @@ class Memory:
         place = Path(path)
         try:
             about, state = _parts(_bytes(place), place)
+        except OSError as error:
+            raise MemoryFileError(f"cannot read {place}: {error.strerror}. Give a memory file that you may read.") from error
         # OverflowError: an integer that no float holds; RecursionError: JSON of a thousand brackets
-        except (SafetensorError, OSError, ValueError, OverflowError, RecursionError) as error:
+        except (SafetensorError, ValueError, OverflowError, RecursionError) as error:
             if isinstance(error, MemoryFileError):
                 raise
             reason = " ".join(str(error)[: 4 * MOST_SAID].split())[:MOST_SAID]  # the library repeats what it was given, whatever its length
@@ -329,7 +331,7 @@ def ensure_replaceable(path: Path) -> None:
         try:
             Memory.load(path)
         except MemoryFileError as error:
-            raise OutputError(f"{path} exists and is no memory, so it is left alone; choose another name.") from error
+            raise OutputError(f"{path} exists and is no memory that can be read, so it is left alone; choose another name.") from error
     ensure_writable(path)
 
 

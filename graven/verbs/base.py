@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graven.errors import TextError
+from graven.errors import OutputError, TextError
 from graven.processes import here
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def read_text(name: str) -> str:
     Raises:
         TextError: It cannot be read, or is not UTF-8.
     """
+    if name == "-" and sys.stdin is None:
+        raise TextError("standard input is closed; give the path of a text file, or open it.")
     try:
         data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
@@ -84,11 +86,20 @@ def show(facts: dict[str, Any], lines: list[str], *, as_json: bool) -> None:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """To standard output, by the first of several processes; what its encoding lacks, and bytes of a file name that are no text, are spelled out."""
-    if not here().first:
+    """To standard output, by the first of several processes; what its encoding lacks, and bytes of a file name that are no text, are spelled out.
+
+    Raises:
+        OutputError: It takes no more.
+    """
+    if not here().first or sys.stdout is None:
         return
     encoding = sys.stdout.encoding
-    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
+    except BrokenPipeError:  # whoever read has read enough
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to standard output: {error.strerror}.") from error
 
 
 def note(text: str) -> None:

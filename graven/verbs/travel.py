@@ -95,6 +95,7 @@ def quantize(
     )
     show(facts, [line], as_json=json)
     if kept.exact != 1:
-        advice = "keep the larger memory, or use 8 bits" if after.about.kind == "records" else "give more --steps (100), or keep the larger memory"
+        settling = after.about.kind == "text" and 0 < before.about.tokens == before.about.recited  # as `settled` wants it
+        advice = "give more --steps (100), or keep the larger memory" if settling else "keep the larger memory, or use 8 bits"
         note(f"not all {what} are the same as before; {advice}")
     return 0 if kept.exact == 1 else 1

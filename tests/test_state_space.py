@@ -1,5 +1,8 @@
 """Mamba and Mamba-2 of transformers as recurrences, against transformers' own models: whole, and token by token from their cache."""
 
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import transformers
@@ -64,7 +67,7 @@ def test_a_text_in_two_parts_reads_and_ends_as_token_by_token_in_transformers(mo
     expected, states = theirs(model, tokens)
     assert_near([torch.cat([first, second], 1)], [expected], tolerance=FLOAT32)
     for (recent, memory), (window, recurrent) in zip(end, states, strict=True):
-        turned = recurrent if isinstance(model._form[0].spec, MambaSpec) else recurrent.mT
+        turned = recurrent if isinstance(model._forms[0].spec, MambaSpec) else recurrent.mT
         assert_near([recent.mT, memory], [window[..., 1:], turned], tolerance=FLOAT32)
 
 
@@ -127,3 +130,25 @@ def test_models_that_the_layers_do_not_know_are_refused():
     assert_refused(ModelError, "`hidden_act`", lambda: StateSpace(transformers.MambaForCausalLM(config)))
     odd = MambaSpec(width=32, inner=40, memory=5, step_rank=2)
     assert_refused(ModelError, "`inner` is 40 and `width` is 32", lambda: new_state_space(SIZES, odd, generator=torch.Generator()))
+
+
+def test_copies_and_other_dtypes_run_on_weights_of_their_own(model, generator):
+    tokens = ids(generator, 2, 9)
+    before = logits(model, tokens)[0]
+    twin = copy.deepcopy(model).double()
+    zoo.redraw(twin, seed=2)
+    assert torch.equal(logits(model, tokens)[0], before)
+    whole, end = logits(twin, tokens)
+    first, state = logits(twin, tokens[:, :4])
+    second, last = logits(twin, tokens[:, 4:], state)
+    assert whole.dtype == end[0][0].dtype == torch.float64
+    assert_near([torch.cat([first, second], 1), *leaves(last)], [whole, *leaves(end)], tolerance=1e-12)
+
+
+@pytest.mark.plain
+def test_threads_that_read_at_once_read_what_one_reads(model, generator):
+    texts = [ids(generator, 1, 12) for _ in range(40)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        alone = [logits(model, text)[0] for text in texts]
+        together = list(pool.map(lambda text: logits(model, text)[0].detach(), texts))
+    assert [torch.equal(a, b) for a, b in zip(alone, together, strict=True)] == [True] * len(texts)

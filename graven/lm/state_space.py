@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from graven.errors import ModelError
 from graven.layers.decoder import DecoderSpec
@@ -39,15 +38,12 @@ class StateSpace(nn.Module):
         spec = _spec(config)
         if config.hidden_act != "silu" or tuple(getattr(config, "time_step_limit", (0.0, float("inf")))) != (0.0, float("inf")):
             raise ModelError("the model's `hidden_act` or `time_step_limit` is not that of the papers; use one with silu and without limits.")
-        with torch.device("meta"):  # their weights take the place of these in every call
-            self._form = [Mamba(spec) if isinstance(spec, MambaSpec) else Mamba2(spec)]  # in a list, so that it is no part of this module
-        for name, parameter in self._form[0].named_parameters():
-            assert blocks[0].mixer.get_parameter(name).shape == parameter.shape, name
+        # in a list, so that they are no part of this module; each has the very parameters of its block, and threads share nothing that changes
+        self._forms = [_with_weights_of(block.mixer, spec) for block in blocks]
 
     def start(self, batch: int) -> tuple[Any, ...]:
         """Nothing read yet."""
-        device = self.model.device
-        return tuple(tuple(torch.zeros_like(part, device=device) for part in self._form[0].start(batch)) for _ in self.model.backbone.layers)
+        return tuple(tuple(form.start(batch)) for form in self._forms)
 
     def embed(self, ids: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
         """Embeddings of tokens."""
@@ -58,9 +54,8 @@ class StateSpace(nn.Module):
     ) -> tuple[Float[Tensor, "B T D"], tuple[Any, ...]]:
         """Hidden states before the last norm, and the state after the last real token."""
         ends = []
-        for block, old in zip(self.model.backbone.layers, state, strict=True):
-            weights = dict(block.mixer.named_parameters())
-            y, end = functional_call(self._form[0], weights, (block.norm(x.to(block.norm.weight.dtype)), old, mask))
+        for block, form, old in zip(self.model.backbone.layers, self._forms, state, strict=True):
+            y, end = form(block.norm(x.to(block.norm.weight.dtype)), old, mask)
             x = (x.float() if block.residual_in_fp32 else x) + y
             ends.append(tuple(end))
         return x, tuple(ends)
@@ -98,6 +93,18 @@ def new_state_space(sizes: DecoderSpec, spec: Form, *, generator: torch.Generato
             return StateSpace(library.MambaForCausalLM(library.MambaConfig(**common, time_step_rank=spec.step_rank)))
         heads = {"num_heads": spec.heads, "head_dim": spec.inner // spec.heads, "n_groups": spec.groups, "layer_norm_epsilon": spec.epsilon}
         return StateSpace(library.Mamba2ForCausalLM(library.Mamba2Config(**common, **heads)))
+
+
+def _with_weights_of(mixer: nn.Module, spec: Form) -> Mamba | Mamba2:
+    """The layer of ours that computes what a mixer of theirs does, with its very parameters."""
+    with torch.device("meta"):  # theirs take the place of these
+        form = Mamba(spec) if isinstance(spec, MambaSpec) else Mamba2(spec)
+    for name, parameter in list(form.named_parameters()):
+        own = mixer.get_parameter(name)
+        assert own.shape == parameter.shape, name
+        owner, _, leaf = name.rpartition(".")
+        setattr(form.get_submodule(owner), leaf, own)
+    return form
 
 
 def _spec(config: Any) -> Form:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graven.errors import SpecError
 from graven.memory.base import Memory, size_of, written
 from graven.tasks.base import Episode, Tokens
 
@@ -97,6 +98,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         name = function.overloadpacket.__name__.removesuffix("_")
         if (product := PRODUCTS.get(name)) is not None:
             self.products += product(args, out)
+        elif "attention" in name:
+            raise SpecError(f"`{name}` is a kernel whose operations are not known here; count a model on a CPU, or with eager attention.")
         elif (torch.Tag.pointwise in function.tags and name not in MOVES) or name in REDUCTIONS:
             touched = [x.numel() for x in tree_leaves((args, out)) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())]
             self.rest += max(touched, default=0)
@@ -124,6 +127,12 @@ def _attention(args: tuple[Any, ...], _: Any) -> int:
     return 2 * q.shape[:-1].numel() * k.shape[-2] * (k.shape[-1] + v.shape[-1])
 
 
+def _attention_backward(args: tuple[Any, ...], _: Any) -> int:
+    """The weights anew, their gradient, and those of queries, keys and values."""
+    q, k, v = args[1:4]
+    return 2 * q.shape[:-1].numel() * k.shape[-2] * (3 * k.shape[-1] + 2 * v.shape[-1])
+
+
 PRODUCTS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
     "mm": lambda args, _: _matrices(args[0], args[1]),
     "bmm": lambda args, _: _matrices(args[0], args[1]),
@@ -137,4 +146,5 @@ PRODUCTS: dict[str, Callable[[tuple[Any, ...], Any], int]] = {
     "convolution_backward": _convolution_backward,
     "linalg_solve_triangular": lambda args, _: args[0].numel() * args[1].shape[-1],  # half of a square one
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
 }

@@ -65,12 +65,15 @@ def right(logits: Float[Tensor, "B Q S A"], episode: Episode) -> Bool[Tensor, "B
 def exact_match(
     memory: Memory[Any], task: Retrieval | Phonebook | Stories, *, pairs: int, steps: Sequence[int] | None = None, contexts: int, seed: int
 ) -> Iterator[Row]:
-    """One row for each number of steps, or one row of a memory that takes none; a write of more steps continues that of fewer.
+    """One row for each number of steps, those of the spec where left out, or one row of a memory that takes none; a write of more steps continues
+    that of fewer.
 
     Raises:
         SpecError: There is nothing to measure, or a number of steps is negative.
     Source: ours; the measure is that of Kuratov et al. 2026, arXiv:2603.13875v2, table 1.
     """
+    if steps is None and isinstance(memory, GradMem):
+        steps = [memory.spec.steps]
     wanted = None if steps is None else sorted(set(steps))
     if contexts < 1 or pairs < 1 or (wanted is not None and (not wanted or wanted[0] < 0)):
         raise SpecError(

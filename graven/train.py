@@ -143,15 +143,17 @@ def _batch(spec: TrainSpec, memory: Trainable[Any], stage: Stage, generator: tor
     steps = stage.steps[int(torch.randint(len(stage.steps), (1,), generator=generator))] if stage.steps else None
     size, count = spec.optimizer.micro_batch, spec.optimizer.batch // spec.optimizer.micro_batch
     episodes = [spec.task.sample(size, pairs=pairs, generator=generator) for _ in range(count)]
-    return {"pairs": pairs, "steps": steps}, [partial(_part, memory, episode, steps) for episode in episodes]
+    tokens = [int(episode.target.mask.sum()) for episode in episodes]
+    shares = [count * own / sum(tokens) for own in tokens]  # the loss is the mean over the tokens of the batch, however it is cut
+    return {"pairs": pairs, "steps": steps}, [partial(_part, memory, episode, steps, share) for episode, share in zip(episodes, shares, strict=True)]
 
 
-def _part(memory: Trainable[Any], episode: Episode, steps: int | None) -> Part:
-    """Loss, exact match and gradients of one micro-batch."""
+def _part(memory: Trainable[Any], episode: Episode, steps: int | None, share: float) -> Part:
+    """Loss, exact match and gradients of one micro-batch, of which the loss counts `share` times."""
     state = written(memory, memory.start(len(episode.context.ids)), episode.context, steps=steps)
     logits = read_episode(memory, state, episode)
     wanted = episode.target.ids.masked_fill(~episode.target.mask, PADDING)
-    loss = F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=PADDING)
+    loss = share * F.cross_entropy(logits.flatten(0, 2), wanted.flatten(), ignore_index=PADDING)
     gradients = torch.autograd.grad(loss, list(memory.parameters()), allow_unused=True)
     return float(loss.detach()), float(right(logits.detach(), episode).float().mean()), gradients
 
@@ -168,7 +170,7 @@ def load_trained(folder: Path, *, name: str) -> Trained:
             raise ValueError(f"its format is {about['format']!r} and this graven reads {FORMAT}")
         spec = build(TrainSpec, about["spec"], where="model.json")
         memory = new_memory(spec, name=name)
-        memory.load_state_dict(load_file(folder / "model.safetensors"))
+        training.put(load_file(folder / "model.safetensors"), into=dict(memory.named_parameters()))
     except (OSError, KeyError, TypeError, ValueError, SafetensorError, RuntimeError) as error:
         raise ModelError(
             f"{folder} holds no whole graven checkpoint ({str(error).splitlines()[0][:120]}); train it again or fetch it anew."

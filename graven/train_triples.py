@@ -86,6 +86,8 @@ class TriplesSpec:
 
     def __post_init__(self) -> None:
         check_run(self)
+        if not all(stage.steps for stage in self.stage):
+            raise SpecError("a memory that is written in steps needs `steps` in every [[stage]].")
         if self.memory.order == "none" and self.adapter is not None and (self.adapter.rank == 0 or self.adapter.when == "write"):
             what = "the start state" if self.adapter.rank == 0 else "an adapter that is there only for the write"
             raise SpecError(f'`order` is "none", so no gradient goes through the write, and {what} cannot learn; use "second" or "first".')
@@ -309,10 +311,10 @@ def load_trained(folder: Path, *, name: str) -> TrainedTriples:
     base.name = name
     memory = new_memory(replace(spec, model=replace(spec.model, device="cpu")), base)
     weights = {key: weight for key, weight in memory.named_parameters() if weight.requires_grad}
-    if weights.keys() != tensors.keys() or any(weight.shape != tensors[key].shape for key, weight in weights.items()):
-        raise _not_whole(folder, ValueError("its weights are not those of its spec"))
-    for key, weight in weights.items():
-        weight.data.copy_(tensors[key])
+    try:
+        training.put(tensors, into=weights)
+    except ValueError as error:
+        raise _not_whole(folder, error) from error
     return _marked(TrainedTriples(memory.requires_grad_(False), spec, about))
 
 

@@ -295,6 +295,18 @@ def _finish(job: Job, out: Path, progress: Progress, *, save: bool) -> dict[str,
     return about
 
 
+def put(tensors: Mapping[str, Tensor], *, into: Mapping[str, nn.Parameter]) -> None:
+    """Weights of a finished checkpoint where they belong; one that has two names, as a tied head has, is stored once.
+
+    Raises:
+        ValueError: They are others than are wanted.
+    """
+    if tensors.keys() != into.keys() or any(weight.shape != tensors[name].shape for name, weight in into.items()):
+        raise ValueError("its weights are not those of its spec")
+    for name, weight in into.items():
+        weight.data.copy_(tensors[name])
+
+
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], about: dict[str, Any]) -> None:
     """A safetensors file, whole or not at all, with `about` in its metadata."""
     whole = {name: x.detach().cpu().contiguous().clone() for name, x in tensors.items()}

@@ -140,3 +140,12 @@ def test_a_wrong_spec_is_refused(name):
 
 def test_a_negative_spread_of_values_is_refused():
     assert_refused(SpecError, "`value_start` is -1.0", lambda: ARMTSpec(**SPEC, value_start=-1.0))
+
+
+def test_float64_keeps_its_digits(generator):
+    memory, context = armt(), tokens(generator, 2, 10)
+    narrow = memory.write(memory.start(2), context)
+    wide = memory.double()
+    state = wide.write(wide.start(2), context)
+    assert [part.dtype for part in state] == [torch.float64] * 2
+    assert_near([part.float() for part in state], narrow, tolerance=ROUNDING)

@@ -178,6 +178,13 @@ def test_the_kernel_of_pytorch_and_the_blocks_give_the_same(causal, scale, randn
     assert_near(module._fused_value(q, k, v, setting), module._value(q, k, v, None, setting), tolerance=ROUNDING)
 
 
+def test_a_scale_of_nothing_is_differentiated_too(randn):
+    parts = [randn(1, 2, 5, 4).requires_grad_() for _ in range(3)]
+    found, wanted = (torch.autograd.grad(form(*parts, scale=0.0).sin().sum(), parts) for form in (attention, plain_attention))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.7])
 def test_what_the_kernel_of_pytorch_gets_wrong_is_right(scale, randn):
     """Axes that are not dense it reads as if they were; a factor that is not positive makes NaN of what it hides; nothing ends the process."""

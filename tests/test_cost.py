@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from asserts import assert_refused
 from cases import MEMORIES
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from graven.cost import Operations, cost_of, counted
+from graven.cost import PRODUCTS, Operations, cost_of, counted
+from graven.errors import SpecError
 from graven.layers.decoder import DecoderSpec
 from graven.lm.small import Small
 from graven.memory.base import size_of
@@ -67,6 +69,16 @@ def test_products_equal_those_of_torchs_counter_forward_and_backward():
     with FlopCounterMode(display=False) as theirs:
         step()
     assert counted(step)[1].products == theirs.get_total_flops() > 0
+
+
+def test_the_fused_attention_of_torch_counts_backward_too_and_no_other_kernel_passes_as_nothing(monkeypatch):
+    q, k, v = (torch.randn(1, 2, length, 4, requires_grad=True) for length in (6, 6, 6))
+    product = 2 * 2 * 6 * 6 * 4
+    attend = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
+    assert counted(attend)[1].products == 2 * product
+    assert counted(lambda: attend().sum().backward())[1].products == 7 * product
+    monkeypatch.delitem(PRODUCTS, "_scaled_dot_product_flash_attention_for_cpu")
+    assert_refused(SpecError, "operations are not known", lambda: counted(attend))
 
 
 def test_rmt_costs_its_formula(episode):

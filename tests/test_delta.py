@@ -166,6 +166,13 @@ def test_half_precision_is_computed_in_float32_and_the_state_stays_there(randn):
     assert_near([o, end], [exact.bfloat16(), state], tolerance=1e-6)
 
 
+def test_a_scale_is_applied_in_the_digits_of_the_sums(randn):
+    x = {name: value.detach().float() for name, value in drawn(randn, 5).items() if name != "state"}
+    x["q"] = x["q"].bfloat16()
+    wanted = delta(**{**x, "q": x["q"].float()}, scale=0.3)
+    assert_near(delta(**x, scale=0.3), wanted, tolerance=1e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_under_autocast_the_state_keeps_all_its_digits(randn, form):
     x = {name: value.detach().float() for name, value in drawn(randn, 9).items()}

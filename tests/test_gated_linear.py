@@ -60,6 +60,13 @@ def test_every_form_is_the_recurrence_in_plain_numbers(randn, generator, form, l
         assert_near([o[b, :, h], end[b, h]], [torch.tensor(reads).double(), torch.tensor(state).double()], tolerance=1e-6)
 
 
+@pytest.mark.parametrize("form", FAST)
+def test_values_of_one_number_decay_too(randn, form):
+    q, k, v, a, b = (randn(B, 9, H, 1) for _ in range(5))
+    gates = {"log_gate_k": -a.abs(), "log_gate_v": -b.abs()}
+    assert_near(gated_linear(q, k, v, **gates, form=form), gated_linear(q, k, v, **gates, form="recurrent"), tolerance=VALUE)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_two_steps_are_those_worked_out_by_hand(form):
     q, k, v = (torch.tensor(x, dtype=torch.float64).view(1, 2, 1, 2) for x in ([1, 0, 0.6, 0.8], [0.6, 0.8, 1, 0], [1, 2, 0, 1]))

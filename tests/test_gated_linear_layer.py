@@ -223,3 +223,13 @@ def test_heads_against_the_weights_are_refused(randn):
 def test_an_attention_layer_that_cannot_be_is_refused(change, words):
     spec = {"width": 8, "heads": 4, "key_value_heads": 4, "key_width": 2, "value_width": 2} | change
     assert_refused(SpecError, words, lambda: GatedLinearAttention(GatedLinearAttentionSpec(**spec)))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_what_lies_at_padding_reaches_no_state(randn, generator, gate):
+    layer, x, real = filled(plain(gate=gate), generator), randn(2, 5, 6), torch.tensor([[True, True, False, True, True]])
+    o, end = layer.run(x, mask=real.expand(2, -1))
+    x[:, 2] = float("nan")
+    other, same = layer.run(x, mask=real.expand(2, -1))
+    assert torch.equal(end, same)
+    assert torch.equal(o[:, real[0]], other[:, real[0]])

@@ -112,6 +112,11 @@ def test_one_context_has_no_standard_error(memory):
     assert math.isnan(row.standard_error)
 
 
+def test_steps_that_are_left_out_are_those_of_the_spec(memory):
+    given = list(exact_match(memory, TASK, pairs=2, steps=[memory.spec.steps], contexts=5, seed=1))
+    assert list(exact_match(memory, TASK, pairs=2, contexts=5, seed=1)) == given
+
+
 @pytest.mark.parametrize(("pairs", "contexts", "steps"), [(0, 1, [1]), (1, 0, [1]), (1, 1, []), (1, 1, [-1, 2])])
 def test_nothing_to_measure_is_refused(pairs, contexts, steps, memory):
     with pytest.raises(SpecError) as caught:

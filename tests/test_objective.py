@@ -105,6 +105,8 @@ def test_columns_of_a_step_count_rows_and_what_stands_before_each():
     assert reconstruct(TEXT).columns_a_step(prefix=5) == 15
     rows = Predict([[1], [3]], [[2], [4, 5, 6]], rows_a_step=1)
     assert rows.columns_a_step(prefix=5) == 8  # a row of 3 in the mean
+    nine = Predict([[]] * 9, [[1, 2, 3]] * 9, rows_a_step=8)
+    assert nine.columns_a_step(prefix=5) == 36  # eight rows, and one
 
 
 def test_objectives_are_objectives():

@@ -109,3 +109,5 @@ def test_shapes_that_do_not_fit_are_refused(randn):
         rms_norm(randn(2, 3), randn(4), epsilon=1e-6)
     with pytest.raises(ShapeError, match="`ids` has shape"):
         cross_entropy(randn(2, 3), torch.zeros(3, dtype=torch.long))
+    with pytest.raises(ShapeError, match="has no two halves"):
+        swiglu(randn(2, 3))

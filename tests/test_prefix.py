@@ -113,3 +113,15 @@ def test_a_state_of_another_size_is_refused(generator):
 )
 def test_a_wrong_spec_is_refused(settings, words):
     assert_refused(SpecError, words, lambda: PrefixSpec(**SPEC | settings))
+
+
+def test_float64_keeps_its_digits(generator):
+    memory, context = prefix(), tokens(generator, 2, 6)
+    exact = memory.write_loss(memory.start(2), context)
+    wide = memory.double()
+    state = wide.write(wide.start(2), context)
+    loss = wide.write_loss(wide.start(2), context)
+    rows = [wide.write_loss(wide.start(1), Tokens.full(context.ids[i : i + 1])) for i in (0, 1)]
+    assert [part.dtype for part in (*state, loss)] == [torch.float64] * 3
+    assert_near([loss], [torch.cat(rows)], tolerance=1e-14)
+    assert_near([loss.float()], [exact], tolerance=ROUNDING)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from graven.errors import GravenError, ModelError, OutputError, SpecError
 from graven.layers.decoder import DecoderSpec
@@ -21,8 +22,10 @@ from graven.memory.gradient import SGD, GradMemSpec
 from graven.models.records import RecordsModel
 from graven.report import read_lines
 from graven.settings import build
+from graven.tasks.base import Tokens
+from graven.tasks.phonebook import Phonebook
 from graven.tasks.retrieval import Retrieval
-from graven.train import Optimizer, Stage, TrainSpec, load_trained, new_memory, read_spec, train
+from graven.train import Optimizer, Stage, TrainSpec, _batch, _part, load_trained, new_memory, read_spec, train
 
 # Two stages, two micro-batches, a learned rate, and writes of no steps, which leave some weights without a gradient
 TINY = TrainSpec(
@@ -212,7 +215,53 @@ def test_a_run_that_was_killed_at_any_moment_resumes_to_the_same_bits(tmp_path, 
     assert curve(folder) == curve(tmp_path / "whole")
 
 
-# Other memories
+# Other memories, models and tasks
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_stored_once_and_loads(tmp_path):
+    spec = dataclasses.replace(with_stage(at_most=2), model=dataclasses.replace(TINY.model, tied=True))
+    trained = train(spec, tmp_path / "run")
+    loaded = load_trained(tmp_path / "run", name="tiny")
+    assert loaded.memory.state_dict().keys() == trained.memory.state_dict().keys()
+    assert all(torch.equal(value, trained.memory.state_dict()[name]) for name, value in loaded.memory.state_dict().items())
+
+
+def test_answers_of_any_length_count_token_by_token_however_a_batch_is_cut():
+    """In a phone book numbers differ in length; a micro-batch is a matter of room and not of the gradient."""
+    task = Phonebook()
+    stage = Stage(pairs=(1,), steps=(1,), at_most=1)
+    spec = dataclasses.replace(
+        TINY,
+        task=task,
+        model=dataclasses.replace(TINY.model, vocabulary=task.vocabulary),
+        optimizer=Optimizer(batch=4, micro_batch=1),
+        stage=(stage,),
+    )
+    memory = new_memory(spec, name="tiny")
+    _, parts = _batch(spec, memory, stage, torch.Generator().manual_seed(1))
+    cut, shares = [part() for part in parts], [part.args[-1] for part in parts]
+    whole = stacked_episodes([part.args[1] for part in parts])
+    loss, _, gradients = _part(memory, whole, 1, 1.0)
+    assert len(set(shares)) > 1
+    assert sum(part[0] for part in cut) / 4 == pytest.approx(loss, rel=1e-6)
+    for several, one in zip(zip(*(part[2] for part in cut), strict=True), gradients, strict=True):
+        torch.testing.assert_close(sum(several) / 4, one, rtol=1e-4, atol=1e-6)
+
+
+def stacked_episodes(episodes):
+    """Rows of several as those of one; shorter ones are padded."""
+
+    def stacked(name):
+        parts = [getattr(episode, name) for episode in episodes]
+        length = max(part.ids.shape[-1] for part in parts)
+        return Tokens(*(torch.cat([F.pad(getattr(part, field), (0, length - part.ids.shape[-1])) for part in parts]) for field in ("ids", "mask")))
+
+    length = max(episode.values.shape[-1] for episode in episodes)
+    values = torch.cat([F.pad(episode.values, (0, length - episode.values.shape[-1])) for episode in episodes])
+    return dataclasses.replace(
+        episodes[0], context=stacked("context"), query=stacked("query"), target=stacked("target"), values=values,
+        answer=max(episode.answer for episode in episodes),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("memory", [RMTSpec(slots=2, steps=2), CacheSpec()], ids=lambda memory: memory.kind)

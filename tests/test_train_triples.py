@@ -254,6 +254,11 @@ def test_what_no_gradient_reaches_is_not_trained(place, adapter):
         spec_of(place, adapter=adapter, memory=GradMemSpec(slots=2, steps=1, order="none"))
 
 
+def test_a_stage_says_how_many_steps_a_write_takes(place):
+    with pytest.raises(SpecError, match=r"needs `steps` in every \[\[stage\]\]"):
+        spec_of(place, stage=(Stage(at_most=5),))
+
+
 def test_an_adapter_that_is_switched_off_serves_one_worker(place, tmp_path):
     with pytest.raises(SpecError, match="`workers` is 2, and an adapter that is switched off to read cannot serve several at once"):
         train_triples(spec_of(place), tmp_path / "run", workers=2)

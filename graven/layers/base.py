@@ -57,7 +57,12 @@ class Convolution(nn.Conv1d):
     def forward(  # type: ignore[override]  # torch's own takes no window
         self, x: Float[Tensor, "B T D"], recent: Float[Tensor, "B R D"], mask: Bool[Tensor, "B T"] | None
     ) -> tuple[Float[Tensor, "B T D"], Float[Tensor, "B R D"]]:
-        """Each token with those before it, and the last real ones. Padding stands at the end of a row."""
+        """Each token with those before it, and the last real ones. Padding stands at the end of a row.
+
+        Raises:
+            ShapeError: Tokens and window differ in rows.
+        """
+        check(x=(x, f"B T {self.in_channels}"), recent=(recent, f"B {self.kernel_size[0] - 1} {self.in_channels}"))
         if not x.shape[1]:
             return x, recent
         seen = torch.cat([recent.to(x.dtype), x], 1)

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from graven.errors import SpecError
 from graven.layers.base import Convolution, entered, in_heads, in_order, start_
 from graven.ops.gated_linear import Form, gated_linear, matrix_gated_linear
-from graven.shapes import check
 
 Gate = Literal["none", "scalar", "key", "value", "matrix"]
 
@@ -90,7 +89,7 @@ class GatedLinear(nn.Module):
             ShapeError: The parts do not fit each other.
         Source: Li et al. 2025, arXiv:2504.04308, equation (GLA).
         """
-        check(x=(x, f"B T {self.spec.width}"), **({} if mask is None else {"mask": (mask, "B T")}))
+        x = entered(x, width=self.spec.width, mask=mask)
         q, k, v = (in_heads(project(x), self.spec.heads) for project in (self.q, self.k, self.v))
         log_gate = self.log_gate(x)
         k, log_gate = _passing_over(mask, k, log_gate)
@@ -182,6 +181,11 @@ class GatedLinearAttentionSpec:
                 raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
         if self.heads % self.key_value_heads:
             raise SpecError(f"`heads` is {self.heads} and `key_value_heads` is {self.key_value_heads}; the second must divide the first.")
+        if self.gate not in ("key", "scalar"):
+            raise SpecError(f'`gate` is {self.gate!r}; it must be "key" or "scalar".')
+        for name in ("gate_rank", "convolution"):
+            if getattr(self, name) < 0:
+                raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 0, which is none.")
         if not self.gate_divisor > 0:
             raise SpecError(f"`gate_divisor` is {self.gate_divisor}; it must be above 0.")
 

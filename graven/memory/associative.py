@@ -24,7 +24,7 @@ from graven.errors import SpecError
 from graven.layers.base import at_least_one
 from graven.layers.decoder import angles
 from graven.lm.small import Small
-from graven.memory.base import kept_where_empty, rows_seen
+from graven.memory.base import kept_where_empty, rows_seen, wide
 from graven.shapes import check
 from graven.tasks.base import Tokens, front, rows_at
 
@@ -85,8 +85,8 @@ class ARMT(nn.Module):
 
     def start(self, batch: int) -> Matrices:
         """Nothing written: zeros."""
-        shape = (batch, len(self.associations), 2 * self.spec.order * self.spec.features)
-        return torch.zeros(*shape, self.model.width, device=self.begin.device), torch.zeros(shape, device=self.begin.device)
+        shape, begin = (batch, len(self.associations), 2 * self.spec.order * self.spec.features), wide(self.begin)
+        return begin.new_zeros(*shape, self.model.width), begin.new_zeros(shape)
 
     def write(self, state: Matrices, context: Tokens) -> Matrices:
         """The matrices after every segment of the context; segments are counted from the first real token of each row.

@@ -77,7 +77,7 @@ class Predict:
     def columns_a_step(self, *, prefix: int) -> float:
         """Columns that a step runs, in the mean over an epoch, with so many before each row."""
         total = sum(prefix + len(query) + len(answer) for query, answer in zip(self.queries, self.answers, strict=True))
-        return total * min(1.0, self.rows_a_step / len(self.answers))
+        return total / math.ceil(len(self.answers) / self.rows_a_step)
 
     def loss(self, memory: Prefixed, state: Float[Tensor, "B M D"], *, step: int) -> Float[Tensor, ""]:
         return self.losses(memory, state, self.chosen(step))[0].mean()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from graven.errors import SpecError
 from graven.lm.small import Small
-from graven.memory.base import rows_seen
+from graven.memory.base import rows_seen, wide
 from graven.ops.inner_loop import Tensors, descend
 from graven.ops.pointwise import cross_entropy
 from graven.shapes import check
@@ -111,13 +111,13 @@ class Prefix(nn.Module):
         """
         steps = self.spec.steps if steps is None else steps
         tokens = self._aligned(state, context)
-        weight = tokens.mask / tokens.lengths[:, None].clamp(min=1)
+        embedded = self.model.embed(tokens)
 
         def loss(variables: Tensors, inputs: Tensors) -> Tensor:
             return self._losses((variables[0], variables[1]), *inputs)
 
         second = 0 if self.spec.order == "first" else None
-        inputs, leaves = (self.model.embed(tokens), weight, tokens.ids), list(self.parameters())
+        inputs, leaves = (embedded, _shares(tokens, embedded), tokens.ids), list(self.parameters())
         (keys, values), _ = descend(state, loss, self._update, steps=steps, parameters=leaves, inputs=inputs, second=second, keep=self.spec.keep)
         return keys, values
 
@@ -133,7 +133,8 @@ class Prefix(nn.Module):
     def write_loss(self, state: KeysValues, context: Tokens) -> Float[Tensor, "B"]:
         """What a write descends, nats a token: 0 for a row without one."""
         tokens = self._aligned(state, context)
-        return self._losses(state, self.model.embed(tokens), tokens.mask / tokens.lengths[:, None].clamp(min=1), tokens.ids).sum(-1)
+        embedded = self.model.embed(tokens)
+        return self._losses(state, embedded, _shares(tokens, embedded), tokens.ids).sum(-1)
 
     def _aligned(self, state: KeysValues, tokens: Tokens) -> Tokens:
         layers, groups, slots, width = self.keys.shape
@@ -156,3 +157,9 @@ class Prefix(nn.Module):
         written = (torch.arange(self.spec.slots, device=self.keys.device) >= self.spec.frozen)[:, None]
         rates = (self.spec.rate_keys, self.spec.rate_values)
         return tuple(x - rate * written * g for x, g, rate in zip(variables, gradients, rates, strict=True)), carried
+
+
+def _shares(tokens: Tokens, embedded: Float[Tensor, "B T D"]) -> Float[Tensor, "B T"]:
+    """Of each token in the loss of its row; 0 of padding."""
+    mask = tokens.mask.to(wide(embedded).dtype)
+    return mask / mask.sum(-1, keepdim=True).clamp(min=1.0)

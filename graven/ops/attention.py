@@ -247,7 +247,7 @@ class _Gradient(Function):
                 d_v[pairs, block.columns].baddbmm_(weights.mT, d_rows[..., :-1])
                 d_k[pairs, block.columns].baddbmm_(x.mT, rows[..., :-1])
                 block.put(_product(x, keys[..., :-1]), into=d_q[pairs])
-        return d_q.mul_(setting.scale), d_k.mul_(setting.scale / setting.binary), d_v
+        return d_q.mul_(setting.scale), d_k.mul_(math.log(2)), d_v
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:  # noqa: ARG004

@@ -71,7 +71,7 @@ def delta(
         raise SpecError(f"`chunk` is {chunk}; it must be at least 1.")
     dtype, start = v.dtype, first_state(q, k, v, beta, log_gate, state=state)
     gate = torch.zeros_like(beta) if log_gate is None else log_gate
-    rows = [x.to(start.dtype).transpose(1, 2) for x in (q * scale, k, v, beta[..., None], gate[..., None])]
+    rows = [x.to(start.dtype).transpose(1, 2) for x in (q.to(start.dtype) * scale, k, v, beta[..., None], gate[..., None])]
     if form not in ("recurrent", "chunk"):
         raise SpecError(f'`form` is {form!r}; it must be "recurrent" or "chunk".')
     with torch.autocast(q.device.type, enabled=False):  # it would compute the state in half of the digits that it is kept in

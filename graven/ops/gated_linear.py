@@ -143,7 +143,8 @@ def _parallel(q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, cut: Tensor
     else:
         weights = (q[..., None, :] * k[..., None, :, :] * pair_sums(a).exp()).sum(-1, keepdim=True)
     weights = weights.masked_fill(~seen, 0.0)
-    reads = weights.squeeze(-1) @ v if b.shape[-1] == 1 else (weights * pair_sums(b).exp() * v[..., None, :, :]).sum(-2)
+    weights = weights * pair_sums(b).exp()
+    reads = weights.squeeze(-1) @ v if b.shape[-1] == 1 else (weights * v[..., None, :, :]).sum(-2)
     start_reads = (q * _since(a, cut)) @ state * _since(b, cut)
     writes = (k * _until(a, cut)).mT @ (v * _until(b, cut))
     return start_reads + reads, _whole(a, cut).mT * _whole(b, cut) * state + writes

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from graven.errors import OrderError
+from graven.errors import OrderError, ShapeError
 from graven.shapes import check
 
 
@@ -37,8 +37,12 @@ def rms_norm(x: Float[Tensor, "*B D"], weight: Float[Tensor, "D"], *, epsilon: f
 def swiglu(x: Float[Tensor, "*B E"]) -> Float[Tensor, "*B F"]:
     """silu(first half) * second half; F = E / 2.
 
+    Raises:
+        ShapeError: E is odd.
     Source: Shazeer 2020, arXiv:2002.05202, equation 6; equation S12.
     """
+    if x.shape[-1] % 2:
+        raise ShapeError(f"`x` has shape {list(x.shape)}, whose last axis has no two halves; give an even number of features.")
     return _SwiGLU.apply(x)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 

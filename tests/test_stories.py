@@ -1,5 +1,6 @@
 """Stories and bAbI: a reader that only knows the words replays each story and must come to the same answers."""
 
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -120,6 +121,16 @@ def test_only_kinds_that_fit_into_so_few_sentences_are_told(generator):
     assert (batch.query.ids[..., 0] == NUMBER["where"]).all()
     with pytest.raises(SpecError, match="need 6 sentences"):
         Stories(kinds=("give",)).sample(1, pairs=3, generator=generator)
+
+
+def test_kinds_are_told_as_often_as_they_are_named_however_seldom_a_story_allows_their_question(generator):
+    told_of = Counter()
+    for _ in range(4):
+        batch = Stories(kinds=("where", "before", "give", "give"), queries=1).sample(100, pairs=6, generator=generator)
+        told_of.update(kind_of(" ".join(VOCABULARY[token] for token in row[mask])) for row, mask in zip(batch.query.ids[:, 0], batch.query.mask[:, 0], strict=True))
+    assert sum(told_of.values()) == 400
+    for kind, share in (("where", 100), ("before", 100), ("give", 200)):
+        assert abs(told_of[kind] - share) < 50  # five standard errors
 
 
 def test_every_question_comes_once_before_any_comes_twice():

@@ -154,7 +154,8 @@ class Stories(WorldTask):
 
     Args:
         kinds: Kinds of story, drawn as often as they are named.
-        queries: Questions to a story, Q. Some come twice where a story allows fewer. One that allows none of its own kind is told again.
+        queries: Questions to a story, Q. Some come twice where a story allows fewer. A story that allows none of its own kind is told again, as
+            one of the same kind.
         everything: Ask whatever a story answers, where half of the questions are what its own kind is named for, in place of these alone. Where a
             thing is hangs on where its holder is, and is hardly learned where nobody is asked for (docs/log.md).
     Raises:
@@ -177,7 +178,7 @@ class Stories(WorldTask):
 
         Args:
             size: Stories, B.
-            pairs: Most sentences of a story; its length is uniform from half of them, rounded up.
+            pairs: Most sentences of a story; its length is uniform from half of them, rounded up, among stories that allow a question of their kind.
             generator: The only source of randomness.
         Raises:
             SpecError: In so few sentences hardly anything happens that can be asked about.
@@ -187,13 +188,13 @@ class Stories(WorldTask):
             raise SpecError(f"`pairs` is {pairs} and stories of these kinds need {min(LEAST[kind] for kind in self.kinds)} sentences.")
         random = Random(int(torch.randint(1 << 62, (1,), generator=generator)))
         stories, questions = list[Story](), list[list[tuple[str, str]]]()
-        while len(stories) < size:
-            kind = random.choice(kinds)
-            story = told(kind, random.randint((pairs + 1) // 2, pairs), random)
-            own = [pair for pair in story.asked if kind_of(pair[0]) == kind]
-            if own:
-                stories.append(story)
-                questions.append(drawn(story.asked if self.everything else own, self.queries, random, own=kind))
+        for kind in random.choices(kinds, k=size):
+            own: list[tuple[str, str]] = []
+            while not own:
+                story = told(kind, random.randint((pairs + 1) // 2, pairs), random)
+                own = [pair for pair in story.asked if kind_of(pair[0]) == kind]
+            stories.append(story)
+            questions.append(drawn(story.asked if self.everything else own, self.queries, random, own=kind))
         return episode(stories, questions)
 
 

@@ -127,7 +127,10 @@ def test_kinds_are_told_as_often_as_they_are_named_however_seldom_a_story_allows
     told_of = Counter()
     for _ in range(4):
         batch = Stories(kinds=("where", "before", "give", "give"), queries=1).sample(100, pairs=6, generator=generator)
-        told_of.update(kind_of(" ".join(VOCABULARY[token] for token in row[mask])) for row, mask in zip(batch.query.ids[:, 0], batch.query.mask[:, 0], strict=True))
+        told_of.update(
+            kind_of(" ".join(VOCABULARY[token] for token in row[mask]))
+            for row, mask in zip(batch.query.ids[:, 0], batch.query.mask[:, 0], strict=True)
+        )
     assert sum(told_of.values()) == 400
     for kind, share in (("where", 100), ("before", 100), ("give", 200)):
         assert abs(told_of[kind] - share) < 50  # five standard errors

@@ -229,6 +229,43 @@ def test_a_planted_layer_that_is_no_attention_is_neither(randn):
     assert explain(forgetful, length=16).kind == "neither"
 
 
+def planted_power(layer, factor):
+    """With an output more: x_0^4, which is no part of any attention."""
+    w = weights(layer)
+    (hidden, width), outputs = w["w_in1"].shape, len(w["w_out1"])
+    first = torch.eye(width, dtype=torch.float64)[:1]
+    for name in ("w_in1", "w_in2"):
+        w[name] = torch.cat([w[name], first])
+    for name in ("w_out1", "w_out2"):
+        wider = torch.zeros(outputs + 1, hidden + 1, dtype=torch.float64)
+        wider[:outputs, :hidden], wider[outputs, hidden] = w[name], 1.0
+        w[name] = wider
+    w["decay"] = torch.cat([w["decay"], torch.zeros(1, dtype=torch.float64)])
+    w["readout"] = torch.cat([w["readout"], factor * torch.eye(len(w["readout"]), dtype=torch.float64)[:, :1]], 1)
+    return with_weights(**w)
+
+
+def test_what_is_beside_attention_is_said_and_nothing_is_as_good_that_is_not(randn):
+    attention = head(randn, width=2, reads=2, keys=2)
+    layer = attention_to_rnn(attention.w_v, attention.w_k, attention.w_q)
+    size = float((polynomial(layer, length=8).two ** 2).sum()) ** 0.5
+    exact, small, large = (explain(planted_power(layer, factor * size), attention, length=8).verdict for factor in (0.0, 0.02, 0.08))
+    assert exact.endswith("6 hidden neurons and 4 outputs are as good as 5 and 3")
+    assert "of the power of its reads is something else" in small
+    assert "are reduced to" in small
+    assert "at a relative loss of" in small
+    assert large.endswith("what is not attention in it hides how many neurons that takes")
+
+
+def test_a_count_of_tokens_is_no_attention(randn):
+    """A sum of |x|^2 over many tokens hardly differs from their number, and a kernel can have it."""
+    x, place = randn(64, 256, 4), torch.arange(1, 257, dtype=torch.float64)[:, None]
+    report = explain(lambda x: x * place, tokens=x)
+    assert report.kind == "neither"
+    assert report.findings[1].value > 0.99
+    assert explain(head(randn, width=4, reads=4, keys=4).read, tokens=x).kind == "attention"
+
+
 def test_a_planted_gradient_step_is_one_with_its_rate():
     step = gradient_step(width=6, outputs=3, rate=0.0676)
     report = explain(attention_to_rnn(step.w_v, step.w_k, step.w_q), length=8)

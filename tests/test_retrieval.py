@@ -130,6 +130,10 @@ def test_distinct_numbers_are_uniform(below, generator):
     [
         (lambda _: Retrieval(symbols=0), "`symbols` is 0; it must be at least 1."),
         (lambda _: Retrieval(key_length=0), "`key_length` is 0; it must be at least 1."),
+        (
+            lambda _: Retrieval(value_length=11),
+            "`value_length` is 11; with 62 symbols there are more than 2^63 of them. Lower one of the two.",
+        ),
         (lambda g: ONE.sample(1, pairs=63, generator=g), "`pairs` is 63 and there are 62 different keys; lower `pairs` or raise `key_length`."),
         (lambda g: ONE.sample(1, pairs=-1, generator=g), "`pairs` is -1 and there are 62 different keys; lower `pairs` or raise `key_length`."),
         (lambda g: ONE.sample(1, pairs=3, queries=4, generator=g), "`queries` is 4 and a context has 3 pairs; ask at most every key once."),

@@ -4,7 +4,7 @@ A layer's file holds its parameters under their own names and, in the metadata e
 `GatedRNNSpec`. A teacher's holds `w_v`, `w_k`, `w_q` in float64 and has the entry `graven.teacher`. Both are float32 or float64 and are
 written to a temporary name and renamed.
 
-Source: ours; tests/test_audit_checkpoint.py.
+Source: ours; tests/test_audit.py.
 """
 
 import dataclasses

@@ -76,7 +76,7 @@ def effective_dimension(layer: GatedRNN | Forms, *, relative_loss: float, blank:
         blank: Entries that are 0 in the token that reads.
     Raises:
         SpecError: The recurrence is dense, a weight is not finite, or no neuron accumulates or none queries.
-    Source: ours, equation R44; tests/test_audit_dimension.py.
+    Source: ours, equation R44; tests/test_audit.py.
     """
     form = flat_form(layer, blank=blank)
     threshold = max(LOSSES * relative_loss**0.5, ROUNDING)

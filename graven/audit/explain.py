@@ -30,6 +30,7 @@ from graven.layers.gated_rnn import GatedRNN
 from graven.tasks.regression import Regression
 from graven.tasks.teacher import Teacher
 
+ALIKE = 2.0  # a layer whose relative loss is at most so many times that of another is as good
 LOSSLESS = 0.1  # a neuron may go whose contribution is below this share of the relative loss
 
 
@@ -73,7 +74,7 @@ def explain(
     Raises:
         ShapeError: Layer, teacher and tokens do not fit each other.
         SpecError: Something is not finite, or reads nothing but 0, or `length` is below 2.
-    Source: ours; tests/test_audit_explain.py.
+    Source: ours; tests/test_audit.py.
     """
     if length < 2 or (tokens is not None and tokens.dim() == 3 and tokens.shape[1] < 2):
         raise SpecError("a sequence of fewer than 2 tokens never sees the memory of a layer; give a `length` of at least 2.")
@@ -108,17 +109,24 @@ def _by_weights(layer: GatedRNN, reference: Reference, *, own: bool) -> Report:
         kernel=kernel.kernel, reference=reference.kernel, before=layer, after=None,
     )  # fmt: skip
     far = f"distance {reference.distance:.2g} from {reference.name} ({DISTANCE} is the most that counts)"
+    far += f", and {loss:.1%} of the power of its reads is something else" if loss > DISTANCE**2 else ""
     if reference.distance > DISTANCE:
         return dataclasses.replace(report, verdict=f"neither attention nor a gradient step: {far}")
     report = dataclasses.replace(report, kind=_kind(reference))
     if layer.spec.recurrence == "dense":
         return dataclasses.replace(report, verdict=f"{_name(reference)}, as a function: {far}; neurons of a dense recurrence cannot be told apart")
     dimension = effective_dimension(layer, relative_loss=loss, blank=world.blank)
+    if not dimension.accumulators * dimension.queries * dimension.outputs:
+        verdict = f"{_name(reference)}, as a function: {far}; what is not attention in it hides how many neurons that takes"
+        return dataclasses.replace(report, verdict=verdict, dimension=dimension)
     findings += _neuron_findings(layer, reference, dimension, loss)
     stages, after = _reduce(layer, reference, dimension, loss)
     numbers = f"{dimension.accumulators} + {dimension.queries} neurons"
-    verdict = f"{_name(reference)} with {numbers}: {far}; {stages[0].hidden} hidden neurons and {stages[0].output_gates} outputs are as good as "
-    verdict += f"{after.spec.hidden} and {after.spec.output_gates}"
+    came, small = f"{stages[0].hidden} hidden neurons and {stages[0].output_gates} outputs", f"{after.spec.hidden} and {after.spec.output_gates}"
+    left = _loss(after, reference)
+    alike = left <= max(ALIKE * loss, EXACT)
+    losses = "" if alike else f", at a relative loss of {left:.2g} for {loss:.2g}"
+    verdict = f"{_name(reference)} with {numbers}: {far}; {came} are {'as good as' if alike else 'reduced to'} {small}{losses}"
     return dataclasses.replace(report, verdict=verdict, findings=tuple(findings), stages=tuple(stages), dimension=dimension, after=after)
 
 

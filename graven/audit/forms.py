@@ -32,7 +32,7 @@ def forms(layer: GatedRNN) -> Forms:
 
     Raises:
         SpecError: A weight is not finite.
-    Source: ours, equation R40; tests/test_audit_polynomial.py.
+    Source: ours, equation R40; tests/test_audit.py.
     """
     w = weights(layer)
     inputs = symmetric(w["w_in1"][:, :, None] * w["w_in2"][:, None, :])
@@ -71,7 +71,7 @@ def input_output(layer: GatedRNN) -> GatedRNN:
 
     Raises:
         SpecError: The recurrence is dense, so neurons cannot be told apart.
-    Source: ours; tests/test_audit_polynomial.py.
+    Source: ours; tests/test_audit.py.
     """
     if layer.spec.recurrence == "dense":
         raise SpecError('`recurrence` is "dense", whose neurons cannot be told apart; its polynomial can be read, its neurons not.')

@@ -141,7 +141,7 @@ def best_kernel(found: Polynomial, *, width: int, blank: tuple[int, ...] = ()) -
         blank: As in `polynomial`: entries that are 0 in the last token, so that terms with them are not there.
     Raises:
         SpecError: The layer reads nothing but 0.
-    Source: ours, equation R42; tests/test_audit_kernel.py.
+    Source: ours, equation R42; tests/test_audit.py.
     """
     total, (outputs, length, _) = float(found.squares().sum()), found.one.shape
     if total == 0:
@@ -164,7 +164,7 @@ def best_kernel(found: Polynomial, *, width: int, blank: tuple[int, ...] = ()) -
 def best_attention(kernel: Float[Tensor, "E D D D"], *, steps: int = 100) -> Attention:
     """One head whose kernel is nearest, least squares by Levenberg-Marquardt from the leading singular vectors of M as a matrix (ea, bc).
 
-    Source: ours; tests/test_audit_kernel.py finds heads that were hidden in a kernel.
+    Source: ours; tests/test_audit.py finds heads that were hidden in a kernel.
     """
     outputs, width = kernel.shape[:2]
     left, values, right = torch.linalg.svd(kernel.reshape(outputs * width, width * width), full_matrices=False)
@@ -212,7 +212,7 @@ def fitted_kernel(x: Float[Tensor, "B T D"], y: Float[Tensor, "B T E"]) -> Kerne
     Raises:
         ShapeError: The parts do not fit each other.
         SpecError: There are fewer numbers than a kernel has.
-    Source: ours; tests/test_audit_kernel.py.
+    Source: ours; tests/test_audit.py.
     """
     width = check(x=(x, "B T D"), y=(y, "B T E"))["D"]
     x, y = x.double(), y.double()

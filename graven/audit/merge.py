@@ -32,7 +32,7 @@ def merge_hidden(layer: GatedRNN, *, accumulators: int, queries: int) -> GatedRN
 
     Raises:
         SpecError: There are fewer neurons of a kind.
-    Source: ours, docs/theory.md; tests/test_audit_merge.py.
+    Source: ours, docs/theory.md; tests/test_audit.py.
     """
     layer = input_output(layer)
     w, form = weights(layer), flat_form(layer)
@@ -56,7 +56,7 @@ def merge_outputs(layer: GatedRNN) -> GatedRNN:
 
     So several are one neuron exactly where their summed form has rank 2 or less and no two eigenvalues of one sign.
 
-    Source: ours, docs/theory.md; tests/test_audit_merge.py.
+    Source: ours, docs/theory.md; tests/test_audit.py.
     """
     w = weights(input_output(layer))
     left, parts = list(range(w["readout"].shape[1])), []
@@ -81,7 +81,7 @@ def products(form: Float[Tensor, "S S"]) -> tuple[Float[Tensor, "M S"], Float[Te
 
     p a^2 - q b^2 is (a + b)(a - b) up to scale, so a positive eigenvalue and a negative one share a product.
 
-    Source: ours; tests/test_audit_merge.py.
+    Source: ours; tests/test_audit.py.
     """
     values, vectors = torch.linalg.eigh(form)
     scaled = (vectors * values.abs().sqrt()).T
@@ -97,7 +97,7 @@ def separate_outputs(layer: GatedRNN, *, outputs: int) -> GatedRNN:
 
     Products of two accumulators, or of two queries, are no part of attention and are left out.
 
-    Source: ours, docs/theory.md; tests/test_audit_merge.py.
+    Source: ours, docs/theory.md; tests/test_audit.py.
     """
     layer = input_output(layer)
     w, remembers = weights(layer), weights(layer)["decay"] > REMEMBERS
@@ -124,7 +124,7 @@ def fast_outputs(layer: GatedRNN, head: Attention, *, accumulators: int, queries
         accumulators, queries, outputs: Effective numbers; they tell c, for accumulators = outputs * queries - c (c - 1) / 2.
     Raises:
         SpecError: No c fits the numbers.
-    Source: ours, docs/theory.md; tests/test_audit_merge.py.
+    Source: ours, docs/theory.md; tests/test_audit.py.
     """
     shared = (1 + (1 + 8 * (outputs * queries - accumulators)) ** 0.5) / 2 if accumulators < outputs * queries else 0
     if shared != int(shared) or not 0 <= shared <= min(outputs, queries):

@@ -60,7 +60,7 @@ def polish(layer: GatedRNN, wanted: Float[Tensor, "E C N"], *, most: int = 100, 
         wanted: `attention_form` of a kernel, or `reading_form` of a layer.
         most: Evaluations.
         tolerance: Stop where a step lowers the error by no more than this share of it.
-    Source: ours, equation R45; tests/test_audit_polish.py.
+    Source: ours, equation R45; tests/test_audit.py.
     """
     start = _balanced(_small(layer))
     scale = float(wanted.norm())

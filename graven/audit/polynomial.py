@@ -57,7 +57,7 @@ def polynomial(layer: GatedRNN | Forms, *, length: int, blank: tuple[int, ...] =
         blank: Entries that are 0 in the last token, as the label of a query is.
     Raises:
         SpecError: A weight is not finite, `length` is below 2, or there are too many coefficients to hold.
-    Source: ours, equation R41; tests/test_audit_polynomial.py compares with the layer itself.
+    Source: ours, equation R41; tests/test_audit.py compares with the layer itself.
     """
     inputs, recurrence, outputs = layer if isinstance(layer, Forms) else forms(layer)
     width = inputs.shape[-1] - 1

@@ -38,7 +38,7 @@ def hidden_contributions(layer: GatedRNN, x: Float[Tensor, "B T D"], *, last: bo
         last: What the last token reads, in place of what every token does.
     Raises:
         SpecError: A weight is not finite, or the recurrence is dense.
-    Source: ours, equation R43; tests/test_audit_prune.py compares with a layer whose neuron is cut out.
+    Source: ours, equation R43; tests/test_audit.py compares with a layer whose neuron is cut out.
     """
     return _shares(*_states_and_readings(layer, x, last))
 
@@ -68,7 +68,7 @@ def prune_hidden(layer: GatedRNN, x: Float[Tensor, "B T D"], *, threshold: float
 def output_contributions(layer: GatedRNN, x: Float[Tensor, "B T D"], *, last: bool = False) -> Float[Tensor, "M"]:
     """mean z_r^2 |D_r|^2 / (E mean y^2) of every output neuron z_r = (A_r h)(B_r h).
 
-    Source: ours, equation R43; tests/test_audit_prune.py.
+    Source: ours, equation R43; tests/test_audit.py.
     """
     layer = input_output(layer)
     w = weights(layer)

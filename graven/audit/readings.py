@@ -1,6 +1,6 @@
 """The audit of a layer that is known by what it reads only: the nearest attention, fitted to fresh sequences and judged on others.
 
-Source: ours; tests/test_audit_explain.py.
+Source: ours; tests/test_audit.py.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from graven.audit.kernel import Attention, best_attention, fitted_kernel
+from graven.audit.kernel import Attention, best_attention, fitted_kernel, read_kernel
 from graven.audit.report import Finding, Kind, Report
 from graven.audit.world import DISTANCE, check_widths, fresh_tokens
 from graven.errors import ShapeError, SpecError
@@ -28,6 +28,7 @@ def by_readings(layer: Layer, head: Attention | None, *, length: int, tokens: Te
     whose = "the teacher" if head is not None else "the nearest attention"
     wanted = near.read(x[len(x) // 2 :])
     loss = float((y[len(x) // 2 :] - wanted).square().mean() / wanted.square().mean())
+    beyond = _beyond_counting(x, y, found.kernel)
     noise = fitted_kernel(x, y[torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))]).energy
     findings = (
         Finding(name="relative loss", value=loss, threshold=DISTANCE**2, meaning=f"mean squared difference from {whose}, by its power"),
@@ -35,13 +36,19 @@ def by_readings(layer: Layer, head: Attention | None, *, length: int, tokens: Te
             name="kernel energy", value=found.energy, threshold=1 - DISTANCE**2, controls={"sequences shuffled": noise},
             meaning="share of the power that one attention kernel explains, on sequences that it was not fitted to",
         ),
+        Finding(
+            name="beyond counting", value=beyond, threshold=1 - DISTANCE,
+            meaning="the same share of what is left by linear maps of a token and of a token times its place, which remember nothing",
+        ),
     )  # fmt: skip
     several = head is None and loss > DISTANCE**2 and found.energy >= 1 - DISTANCE**2
-    passed = several or loss <= DISTANCE**2
+    passed = (several or loss <= DISTANCE**2) and beyond >= 1 - DISTANCE
     name = "attention with several heads" if several else "attention"
     verdict = (
         f"{name}, as a function: {found.energy:.4%} of the power is one kernel's; neurons are counted in a gated RNN only"
         if passed
+        else f"neither: counting the tokens explains it as well, and the kernel only {beyond:.1%} of what that leaves"
+        if beyond < 1 - DISTANCE and (several or loss <= DISTANCE**2)
         else f"neither: relative loss {loss:.3g} against {whose}; {DISTANCE**2:.2g} is the most that counts"
     )
     reference = found.kernel if several else near.kernel
@@ -49,6 +56,16 @@ def by_readings(layer: Layer, head: Attention | None, *, length: int, tokens: Te
     return Report(
         kind=kind, verdict=verdict, findings=findings, stages=(), dimension=None, kernel=found.kernel, reference=reference, before=None, after=None
     )
+
+
+def _beyond_counting(x: Tensor, y: Tensor, kernel: Tensor) -> float:
+    """Share that a kernel explains of what a count of the tokens leaves: a sum over many tokens hardly differs from its mean times their number."""
+    place = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)[None, :, None].expand(len(x), -1, 1)
+    features, half = torch.cat([place * x, x, place, torch.ones_like(place)], -1), len(x) // 2
+    counted = torch.linalg.lstsq(features[:half].flatten(0, 1), y[:half].flatten(0, 1)).solution
+    left = (y[half:] - features[half:] @ counted).square().sum()
+    rest = (y[half:] - read_kernel(kernel, x[half:])).square().sum()
+    return max(0.0, 1.0 - float(rest / left.clamp(min=torch.finfo(x.dtype).tiny)))
 
 
 def _width(layer: Layer, head: Attention | None, tokens: Tensor | None) -> int:

@@ -44,7 +44,7 @@ def scores(layer: GatedRNN, head: Attention, x: Float[Tensor, "B T D"]) -> Score
 
     Raises:
         SpecError: A weight is not finite, or the recurrence is dense.
-    Source: Zucchet et al. 2023, arXiv:2309.01775, table 1; tests/test_audit_scores.py.
+    Source: Zucchet et al. 2023, arXiv:2309.01775, table 1; tests/test_audit.py.
     """
     layer = input_output(layer)
     with torch.no_grad():

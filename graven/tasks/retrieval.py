@@ -24,6 +24,7 @@ from graven.tasks.base import Episode, Page, Tokens, cut, distinct
 
 CHARACTERS = string.ascii_letters + string.digits
 PUNCTUATION = "!:?|"
+MOST = (1 << 63) - 1  # keys or values, which are drawn by their numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,11 @@ class Retrieval:
         for name in ("key_length", "value_length", "symbols"):
             if getattr(self, name) < 1:
                 raise SpecError(f"`{name}` is {getattr(self, name)}; it must be at least 1.")
+        for name in ("key_length", "value_length"):
+            if self.symbols ** getattr(self, name) > MOST:
+                raise SpecError(
+                    f"`{name}` is {getattr(self, name)}; with {self.symbols} symbols there are more than 2^63 of them. Lower one of the two."
+                )
 
     @property
     def vocabulary(self) -> int:

@@ -134,7 +134,7 @@ def f1(said: str, answers: Sequence[str]) -> float:
 
 def _f1(said: list[str], answer: list[str]) -> float:
     shared = sum((Counter(said) & Counter(answer)).values())
-    return 2 * shared / (len(said) + len(answer)) if said or answer else 1.0
+    return 2 * shared / (len(said) + len(answer)) if shared else 0.0  # nothing shares no word with nothing, as in their script
 
 
 def _text(data: str) -> str:

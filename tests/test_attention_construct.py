@@ -187,6 +187,16 @@ def test_weights_in_float32_give_a_layer_in_float32_and_its_floor(randn, make, f
     assert relative(y, attention(x, *weights)) < floor
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["minimal", "low_rank"])
+def test_weights_in_half_precision_keep_their_rank(randn, form, dtype):
+    weights, x = [(randn(16, 16) / 4).to(dtype) for _ in range(3)], randn(2, T, 16).to(dtype)
+    layer = attention_to_rnn(*weights, form=form)
+    wide = attention_to_rnn(*(weight.double() for weight in weights), form=form)
+    assert (layer.spec, layer.readout.dtype) == (wide.spec, dtype)
+    assert relative(layer(x)[0].double(), attention(x.double(), *(weight.double() for weight in weights))) < 0.05
+
+
 @pytest.mark.plain
 @pytest.mark.parametrize(
     ("error", "words", "call"),

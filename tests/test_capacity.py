@@ -88,3 +88,9 @@ def test_twice_as_many_are_provided_as_are_needed(needed, provided, asked):
 )
 def test_a_size_that_cannot_be_is_one_sentence(words, call):
     assert_refused(SpecError, words, call)
+
+
+def test_what_is_provided_is_twice_what_is_needed_and_counted_anew():
+    found = provision(rank=4, width=4)
+    assert found.provided == (28, 20, 2 * 28 * 5 + 28 + 2 * 20 * 28 + 4 * 20)
+    assert found.width == 4

@@ -175,3 +175,13 @@ def test_answers_are_followed_a_token_beyond_the_longest_that_is_known():
     assert most([Asked([1], [2, 3]), Asked([1], [2])]) == 3
     assert most([Asked([1], [2, 3]), Asked([1])]) == SAID
     assert most([Asked([1], [2] * 40), Asked([1])]) == 41
+
+
+def test_the_control_that_reconstructs_runs_as_many_columns(monkeypatch):
+    model, steps, pursue = cases.sharp(cases.llama()), [], distill_module.pursue
+    monkeypatch.setattr(distill_module, "SAID_TOKENS", 3)
+    monkeypatch.setattr(distill_module, "pursue", lambda *parts, **settings: steps.append(settings["steps"]) or pursue(*parts, **settings))
+    text, train, held = [(7 * n + 3) % 90 + 3 for n in range(24)], [Asked([5, n]) for n in range(28, 44)], [Asked([5, n]) for n in range(20, 28)]
+    settings = Distillation(slots=4, weights={"distill": 1.0}, steps=3, rate=0.3, until=0.0, controls=("reconstruct",))
+    distil_prompt(model, text, train, held, settings, stop=frozenset())
+    assert steps == [3, round(3 * 8 * (4 + 2 + 3) / (4 + 24))]  # eight rows a step: slots, query and what is said; slots and text

@@ -10,7 +10,7 @@ from asserts import assert_refused
 
 from graven.answer import Reader
 from graven.errors import MismatchError, SpecError, TextError
-from graven.fidelity import PROBES, agreeing, fidelity, lines_of, probe, same_text, shortfalls, token_accuracy
+from graven.fidelity import PROBES, agreeing, fidelity, found_share, lines_of, probe, same_text, shortfalls, token_accuracy
 from graven.lm import Pretrained
 from graven.memory.file import Memory
 from graven.model import TextModel, load
@@ -226,3 +226,13 @@ def test_lines_show_memory_nothing_and_text_side_by_side(reader, ids):
     assert [line.split("  ")[0] for line in lines[2:5]] == ["memory", "closed book", "full context"]
     assert lines[1].endswith("right")
     assert "of those to questions of no text" in lines[-1]
+
+
+def test_what_is_found_is_found_where_there_is_something():
+    """A model that sees the memory, and one whose layers add nothing."""
+    seeing, plain = TextModel(cases.sharp(cases.llama()), slots=8), zoo.architecture("llama")
+    for layer in plain.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+    blind = TextModel(Pretrained(plain, zoo.tokenizer(), name="blind"), slots=4)
+    readers = [Reader(one.model, one.write("w5 w17 w3 w40 w41 w9", steps=steps)) for one, steps in ((seeing, 300), (blind, 0))]
+    assert [found_share(reader, [[5], [5, 17], [5, 17, 3]]) for reader in readers] == [1.0, 0.0]

@@ -184,4 +184,4 @@ def test_a_wrong_spec_is_refused(settings, words):
 
 @pytest.mark.plain
 def test_a_state_of_another_batch_is_refused(layer, randn):
-    assert_refused(ShapeError, "`recent` has shape", lambda: layer(randn(2, 3, 8), layer.start(3)))
+    assert_refused(ShapeError, "`weights` has shape", lambda: layer(randn(2, 3, 8), layer.start(3)))

@@ -229,3 +229,12 @@ def test_a_chain_takes_one_state_for_each_layer(generator, randn):
     state = chain(randn(1, 2, WIDTH))[1]
     assert_refused(SpecError, "holds 1 states and there are 2", lambda: chain(randn(1, 2, WIDTH), state[:1]))
     assert_refused(SpecError, "`layers` is 0", lambda: Chain([]))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "LRU" not in name and name not in ("LSTM", "GRU", "gated, dense")])
+def test_a_layer_runs_in_bfloat16_and_carries_on_in_float32(name, generator, randn):
+    """But for cells of torch, a dense recurrence, and complex numbers, of which there are none so narrow."""
+    y, state = LAYERS[name](generator).bfloat16()(randn(2, 6, WIDTH).bfloat16())
+    assert y.dtype == torch.bfloat16
+    assert {part.dtype for part in flat(state)} == {torch.float32}
+    assert y.isfinite().all()

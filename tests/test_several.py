@@ -97,6 +97,8 @@ def test_answers_are_compared_with_those_of_before(model, both, old):
     asked, same = same_answers(model, old, both.memory, model.model.encode(OLD), Settings(probes=1))
     assert (asked, same in (0.0, 1.0)) == (1, True)
     assert same_answers(model, old, old, model.model.encode(OLD), Settings(probes=1)) == (1, 1.0)
+    nothing = Memory(torch.zeros_like(old.state), old.about)
+    assert same_answers(model, old, nothing, model.model.encode(OLD), Settings(probes=4))[1] < 1.0
     assert both.kept[0].same_answers is None  # nothing was asked
 
 

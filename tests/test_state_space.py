@@ -152,3 +152,10 @@ def test_threads_that_read_at_once_read_what_one_reads(model, generator):
         alone = [logits(model, text)[0] for text in texts]
         together = list(pool.map(lambda text: logits(model, text)[0].detach(), texts))
     assert [torch.equal(a, b) for a, b in zip(alone, together, strict=True)] == [True] * len(texts)
+
+
+def test_a_mamba_that_is_not_a_multiple_as_wide_reads_as_in_transformers(generator):
+    config = transformers.MambaConfig(vocab_size=zoo.VOCABULARY, hidden_size=8, intermediate_size=20, state_size=3, num_hidden_layers=2)
+    model = StateSpace(transformers.MambaForCausalLM(config)).eval()
+    tokens = ids(generator, 2, 6)
+    assert_near([logits(model, tokens)[0]], [model.model(input_ids=tokens, use_cache=False).logits], tolerance=FLOAT32)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 import zoo
 from asserts import assert_near, assert_refused
 from torch.nn import functional as F
@@ -124,3 +125,14 @@ def test_a_model_that_computes_something_else_with_it_is_refused(monkeypatch):
 def test_dropout_is_refused(randn):
     q = randn(1, 2, 3, 4)
     assert_refused(OrderError, "dropout 0.1", lambda: attend(torch.nn.Module(), q, q, q, None, dropout=0.1))
+
+
+def test_a_model_that_is_not_causal_sees_both_ways():
+    register_attention()
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, vocab_size=50)
+    own = transformers.BertModel._from_config(config, attn_implementation="eager").eval()
+    zoo.redraw(own, seed=1)
+    ours = copy.deepcopy(own)
+    ours.set_attn_implementation("graven")
+    ids = torch.arange(18).view(2, 9)
+    assert_near([ours(input_ids=ids).last_hidden_state], [own(input_ids=ids).last_hidden_state], tolerance=1e-5)

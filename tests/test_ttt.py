@@ -3,6 +3,7 @@
 import pytest
 import torch
 from asserts import assert_near, assert_refused
+from torch.nn import functional as F
 
 from graven.errors import ShapeError, SpecError
 from graven.layers.ttt import TTT, Norm, TTTSpec, TTTState, mini_batch
@@ -84,24 +85,34 @@ def test_an_unfinished_mini_batch_leaves_its_weights_and_keeps_its_sums(randn):
     assert (end.weight_sum[1] != 0).all()
 
 
-def test_a_whole_layer_is_its_definition(generator, randn):
-    """Every part around the inner model written down once more, a token after the other."""
-    spec = SPECS["separate projections"]
+@pytest.mark.parametrize("settings", [{"rate": 0.5}, {"convolution": 0, "gate": False}])
+def test_a_whole_layer_is_its_definition(generator, randn, settings):
+    """Every part around the inner model written down once more, a token after the other, with weights as after training."""
+    spec = TTTSpec(width=8, heads=2, batch=4, **settings)
     layer, x = TTT(spec, generator, torch.float64), randn(1, 6, 8)
-    y, _ = layer(x)
-    q, k, v = (project(x).unflatten(-1, (2, 4)).transpose(1, 2) for project in (layer.q, layer.k, layer.v))
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    q = layer.q(x)
+    if spec.convolution:
+        seen = F.pad(q, (0, 0, spec.convolution - 1, 0)).mT
+        q, k = (F.conv1d(seen, part.weight, part.bias, groups=8).mT for part in layer.convolutions)
+    else:
+        k = layer.k(x)
+    q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in (q, k, layer.v(x)))
     angle = (torch.arange(6) % 4)[:, None] * torch.tensor([1.0, 10_000.0**-0.5], dtype=torch.float64)
     turn = torch.polar(torch.ones_like(angle), angle)
     q, k = (torch.view_as_real(torch.complex(part[..., :2].contiguous(), part[..., 2:].contiguous()) * turn).mT.flatten(-2) for part in (q, k))
-    rate = layer.rate(x).sigmoid().transpose(1, 2) / 4
-    norm, places = Norm(layer.inner_scale, layer.inner_offset), 1 / torch.arange(1, 5, dtype=torch.float64)
+    rate = layer.rate(x).sigmoid().transpose(1, 2) * spec.rate / 4
+    norm, places = Norm(layer.inner_scale, layer.inner_offset), (1 / torch.arange(1, 5, dtype=torch.float64) + layer.place_rate).clamp(min=0)
     state, reads = layer.start(1), []
     for here in (slice(0, 4), slice(4, 6)):
         parts = (part[:, :, here] for part in (q, k, v))
         read, weight, bias = token_by_token(*parts, rate=rate[:, :, here], places=places, norm=norm, state=state)
         state, reads = state._replace(weight=weight.detach(), bias=bias.detach()), [*reads, read]
-    wanted = layer.out(layer.norm(torch.cat(reads, 2).transpose(1, 2).flatten(2)))
-    assert_near([y], [wanted], tolerance=ROUNDING)
+    o = layer.norm(torch.cat(reads, 2).transpose(1, 2).flatten(2))
+    wanted = layer.out(o * F.gelu(layer.gate(x), approximate="tanh") if spec.gate else o)
+    assert_near([layer(x)[0]], [wanted], tolerance=100 * ROUNDING)
 
 
 @pytest.mark.parametrize("places", [[1], [4], [3, 7], [2, 3, 4, 5], [10]])

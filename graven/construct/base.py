@@ -138,7 +138,8 @@ def factors(head: Head, form: Form) -> Factors:
         return Factors(torch.eye(len(v), dtype=v.dtype, device=v.device), v, k, q)
     if form in ("symmetric", "symmetric_fast", "side_symmetric"):
         return Factors(v, eye, eye, k.mT @ q, shared=len(eye))
-    rounding = 8 * max(v.shape[1], len(v), len(k)) * torch.finfo(head.v.dtype).eps
+    # weights that were stored in half precision are what they are: a rank is counted as if they were float32 at least
+    rounding = 8 * max(v.shape[1], len(v), len(k)) * min(torch.finfo(head.v.dtype).eps, torch.finfo(torch.float32).eps)
     rows = _range(v.mT, rounding * torch.linalg.matrix_norm(v, 2))
     columns = _range(k.mT @ q, rounding * torch.linalg.matrix_norm(k, 2) * torch.linalg.matrix_norm(q, 2))
     common = _common(rows, columns, rounding) if form == "minimal" else rows[:, :0]

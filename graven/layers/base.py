@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graven.errors import SpecError
+from graven.errors import ShapeError, SpecError
 from graven.shapes import check
 from graven.tasks.base import front, rows_at
 
@@ -27,6 +27,8 @@ def entered(x: Tensor, *, width: int, mask: Tensor | None, state: tuple[Tensor |
     Raises:
         ShapeError: The parts do not fit each other.
     """
+    if mask is not None and mask.dtype != torch.bool:
+        raise ShapeError(f"`mask` is of {mask.dtype}; True where a token is real was expected: pass mask.bool().")
     given = {} if state[0] is None else {"state": (state[0], state[1])}
     check(x=(x, f"B T {width}"), **given, **({} if mask is None else {"mask": (mask, "B T")}))
     return x if mask is None else x.masked_fill(~mask[..., None], 0.0)
@@ -72,6 +74,11 @@ class Convolution(nn.Conv1d):
         lengths = x.new_full((len(x), 1), x.shape[1], dtype=torch.long) if mask is None else mask.sum(1, keepdim=True)
         last = lengths + torch.arange(recent.shape[1], device=x.device)
         return y, rows_at(seen, last).to(recent.dtype)
+
+
+def axes_of(start: Tensor) -> str:
+    """The axes of a part of a state, as `check` takes them, from the start of one row."""
+    return " ".join(["B", *map(str, start.shape[1:])])
 
 
 def in_heads(x: Float[Tensor, "B T D"], heads: int) -> Float[Tensor, "B T H K"]:

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from graven.errors import SpecError
+from graven.errors import ShapeError, SpecError
 from graven.layers.base import Convolution, entered, in_heads, in_order, start_
 from graven.ops.gated_linear import Form, gated_linear, matrix_gated_linear
 
@@ -242,7 +242,10 @@ class GatedLinearAttention(nn.Module):
             ShapeError: The parts do not fit each other.
         """
         x = entered(x, width=self.spec.width, mask=mask)
-        return in_order(self._run, x, self.start(len(x)) if state is None else state, mask)
+        state = self.start(len(x)) if state is None else state
+        if len(state) != 1 + len(self.convolutions):
+            raise ShapeError(f"`state` has {len(state)} parts and {1 + len(self.convolutions)} were expected: the matrix and a window a convolution.")
+        return in_order(self._run, x, state, mask)
 
     def _run(self, x: Tensor, state: GatedLinearAttentionState, mask: Tensor | None) -> tuple[Tensor, GatedLinearAttentionState]:
         """With padding at the end only."""

@@ -124,7 +124,7 @@ class GatedRNN(nn.Module):
         """
         x = self._checked(x, state, mask)
         h, end = self._remember(x, state, mask)
-        return self.read(h, x), end
+        return self.read(h.to(x.dtype), x), end
 
     def hidden(
         self, x: Float[Tensor, "B T D"], state: Float[Tensor, "B S"] | None = None, mask: Bool[Tensor, "B T"] | None = None

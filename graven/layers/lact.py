@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import Convolution, at_least_one, entered, in_heads, in_order, start_
+from graven.layers.base import Convolution, at_least_one, axes_of, entered, in_heads, in_order, start_
 from graven.layers.decoder import RMSNorm, angles
 from graven.ops.attention import attention
 from graven.ops.pointwise import rotate
@@ -142,7 +142,9 @@ class LaCT(nn.Module):
         """
         x = entered(x, width=self.spec.width, mask=mask)
         state = self.start(len(x)) if state is None else LaCTState(*state)
-        check(x=(x, "B T D"), recent=(state.recent, "B R E"))
+        wanted = self.start(1)
+        parts = {name: getattr(state, name) for name in ("weights", "recent", "pending", "window")}
+        check(x=(x, "B T D"), **{name: (part, axes_of(getattr(wanted, name))) for name, part in parts.items()})
         return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
 
     def flush(self, state: LaCTState | tuple[Any, ...]) -> LaCTState:

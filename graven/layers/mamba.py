@@ -122,7 +122,7 @@ class Mamba(nn.Module):
         decay = (step[..., None] * -self.A_log.exp()).exp()
         u = (step * x)[..., None] * b[:, :, None]
         h, memory = diagonal(u.flatten(2), decay=decay.flatten(2), state=state.memory.flatten(1), mask=mask)
-        y = (h.reshape(decay.shape) @ c[..., None]).squeeze(-1) + self.D * x
+        y = (h.reshape(decay.shape) @ c[..., None].to(h.dtype)).squeeze(-1).to(x.dtype) + self.D * x
         return self.out_proj(y * F.silu(z)), MambaState(recent, memory.reshape(state.memory.shape))
 
 

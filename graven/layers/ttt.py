@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven.errors import SpecError
-from graven.layers.base import Convolution, at_least_one, entered, in_heads, in_order
+from graven.layers.base import Convolution, at_least_one, axes_of, entered, in_heads, in_order
 from graven.layers.decoder import EPSILON, angles
 from graven.ops.pointwise import rotate
 from graven.shapes import check
@@ -146,8 +146,8 @@ class TTT(nn.Module):
         """
         x = entered(x, width=self.spec.width, mask=mask)
         state = self.start(len(x)) if state is None else TTTState(*state)
-        features, heads = self.spec.width // self.spec.heads, self.spec.heads
-        check(x=(x, "B T D"), weight=(state.weight, f"B {heads} {features} {features}"))
+        wanted = self.start(1)
+        check(x=(x, "B T D"), **{name: (part, axes_of(getattr(wanted, name))) for name, part in state._asdict().items()})
         return in_order(self._run, x, state, mask) if x.shape[1] else (x, state)
 
     def _run(self, x: Tensor, state: TTTState, mask: Tensor | None) -> tuple[Tensor, TTTState]:

@@ -111,7 +111,8 @@ def _spec(config: Any) -> Form:
     """The shape of every mixer of a model."""
     if config.model_type not in ("mamba", "mamba2"):
         raise ModelError(f"the model is a {config.model_type!r}; give a MambaForCausalLM or a Mamba2ForCausalLM of transformers.")
-    width, inner = config.hidden_size, int(config.expand * config.hidden_size)
+    width = config.hidden_size
+    inner = config.intermediate_size if config.model_type == "mamba" else int(config.expand * width)  # Mamba-2 has no field for it
     common = {"width": width, "inner": inner, "memory": config.state_size, "convolution": config.conv_kernel, "bias": config.use_bias,
               "convolution_bias": config.use_conv_bias}  # fmt: skip
     if config.model_type == "mamba":

@@ -16,7 +16,7 @@ from torch import Tensor
 from graven.decoding import GREEDY, Decoding, Stream, text_before
 from graven.errors import MismatchError, SpecError, TextError
 from graven.lm.base import Continuation, score
-from graven.lm.chat import halves
+from graven.lm.chat import halves, prints_the_date
 from graven.lm.pretrained import Pretrained
 from graven.memory.file import About, Memory
 from graven.memory.objective import weights_of
@@ -134,6 +134,16 @@ def encode(model: Pretrained, text: str, *, what: str) -> list[int]:
     return model.encode(text)
 
 
+def encode_behind(model: Pretrained, ids: Sequence[int], behind: str, text: str, *, what: str) -> list[int]:
+    """Tokens of a text as they follow another, whose tokens are given: some tokenizers begin every text with a blank of its own.
+
+    Raises:
+        TextError: It is no Unicode.
+    """
+    whole = encode(model, behind + text, what=what)
+    return whole[len(ids) :] if whole[: len(ids)] == list(ids) else encode(model, text, what=what)
+
+
 class Reader:
     """A language model and a memory of a text.
 
@@ -149,7 +159,8 @@ class Reader:
         self.model, self.slots, self.chat = model, memory.about.slots, memory.about.chat
         self.before = list(memory.about.before)
         self.rule = rule_of(memory.about)
-        if self.chat and (found := model.encode(halves(model.tokenizer, "", name=model.name)[0])) != self.before:
+        found = model.encode(halves(model.tokenizer, "", name=model.name)[0]) if self.chat else []
+        if self.chat and found != self.before and not prints_the_date(model.tokenizer):
             raise MismatchError(
                 f"this memory was written behind {len(self.before)} tokens of a chat template and that of {model.name} now puts {found} there; "
                 "load the tokenizer that it was written with, or write the memory anew."

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from graven.answer import encode
+from graven.answer import encode, encode_behind
 from graven.engrave import Engraved, engraved_of, pursue
 from graven.errors import TextError
 from graven.lm.base import LanguageModel, predictors
@@ -191,7 +191,8 @@ def asked_of(model: Pretrained, queries: Sequence[Query], *, chat: bool = False)
         if answer is not None:
             blank = "" if chat or answer[:1].isspace() or behind[-1:].isspace() else " "
             answer = answer.strip() if chat else blank + answer
-        one = Asked(encode(model, behind, what="a query"), None if answer is None else encode(model, answer, what="an answer"))
+        ids = encode(model, behind, what="a query")
+        one = Asked(ids, None if answer is None else encode_behind(model, ids, behind, answer, what="an answer"))
         if not one.ids or one.answer == []:
             raise TextError(f"the tokenizer makes nothing of the {'answer to' if one.ids else 'query'} {query.text[:40]!r}; spell it otherwise.")
         asked.append(one)
@@ -311,7 +312,15 @@ def _saved(prompted: Prompted, tokens: int, slots: int, *, write_tokens: int) ->
 
 
 def weights_a_token(model: LanguageModel) -> int:
-    """Weights that a token is multiplied with: the matrices, embeddings and head left out."""
+    """Weights that a token is multiplied with: the matrices, embeddings and head left out, and of experts those that a token goes to."""
     assert isinstance(model, nn.Module)
     apart = {id(model.head_weight)} | {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1 and id(weight) not in apart)
+    config = getattr(getattr(model, "model", None), "config", None)  # of transformers; our own decoder has no experts
+    chosen: int | None = None if config is None else getattr(config.get_text_config(), "num_experts_per_tok", None)
+
+    def taken(name: str, weight: nn.Parameter) -> int:
+        if chosen is None or ".experts." not in name or weight.dim() != 3:  # [experts, out, in]
+            return weight.numel()
+        return weight.numel() * min(chosen, len(weight)) // len(weight)
+
+    return sum(taken(name, weight) for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in apart)

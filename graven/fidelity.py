@@ -24,7 +24,7 @@ from graven.tasks.base import Tokens
 from graven.tasks.queries import Query
 
 PROBES = 4  # questions of each kind that a write asks; 30 CPU seconds on 135 million parameters, where writing 40 tokens takes 80 (docs/log.md)
-PROBE_TOKENS = 8
+PROBE_TOKENS, SPARE = 8, 3  # of an answer; more where the longest right answer would not leave so many
 QUESTION = ("\n\nQuestion:{}\nAnswer:",)  # one prompt, so that all questions are written side by side
 ROWS_AT_ONCE = 8  # logits of so many answers at once
 
@@ -68,9 +68,11 @@ def fidelity(reader: Reader, text: Sequence[int], queries: Sequence[Query], fore
     if not queries:
         raise SpecError("there is no question to measure with; give at least one.")
     model, rows = reader.model, reader.rows([query.text for query in queries])
-    taught = Prompted(model, reader.behind(text)[0]).follow(rows, most=PROBE_TOKENS, stop=model.stop)
-    said = [one for (one,) in reader.found(rows, most=PROBE_TOKENS)]
-    alone = model.generate(reader.bare.expand(len(rows), -1, -1), Tokens.of(rows), most=PROBE_TOKENS, stop=model.stop)
+    # an answer must have room for the right one and a word before it
+    most = max([PROBE_TOKENS, *(len(model.encode(query.answer)) + SPARE for query in queries if query.answer is not None)])
+    taught = Prompted(model, reader.behind(text)[0]).follow(rows, most=most, stop=model.stop)
+    said = [one for (one,) in reader.found(rows, most=most)]
+    alone = model.generate(reader.bare.expand(len(rows), -1, -1), Tokens.of(rows), most=most, stop=model.stop)
 
     def against(prefixes: Tensor, answers: list[list[int]]) -> Agreement:
         return agreement(reader, taught, _states(reader, prefixes, rows, taught), answers, queries)
@@ -181,7 +183,8 @@ def verify(reader: Reader, memory: Memory, text: Sequence[int], *, questions: Se
         count = asked if probes is None else probes
         measured = probe(reader, text, count=count, seed=about.seed) if count else None
     accuracy = token_accuracy(reader, pages)
-    comparable = measured if questions is None and probes in (None, asked) else None
+    same = measured is not None and measured.memory.queries == asked  # a model that repeats itself asks fewer than it was told to, and others
+    comparable = measured if questions is None and probes in (None, asked) and same else None
     return Verified(
         token_accuracy=accuracy,
         recited=anew.recited,

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graven import training
+from graven.answer import encode_behind
 from graven.errors import ModelError, SpecError, TextError
 from graven.lm.adapter import Adapter, add_adapter
 from graven.lm.base import digest, predictors
@@ -249,7 +250,10 @@ def rows_of(model: Pretrained, triples: Sequence[Triple], spec: TriplesSpec) -> 
     room = None if model.positions is None else model.positions - taken
     found = []
     for triple in triples:
-        row = Row(model.encode(triple.context), model.encode(spec.task.asked(triple.question)), model.encode(" " + triple.answers[0]) + ends)
+        asked = spec.task.asked(triple.question)
+        query = model.encode(asked)
+        target = encode_behind(model, query, asked, " " + triple.answers[0], what="an answer")
+        row = Row(model.encode(triple.context), query, target + ends)
         fits = room is None or max(len(row.context), len(row.query) + len(row.target)) <= room
         if fits and 0 < len(row.context) <= spec.task.longest and row.query:
             found.append(row)

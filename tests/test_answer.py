@@ -12,7 +12,7 @@ import zoo
 from asserts import assert_refused
 
 from graven import answer
-from graven.answer import ERRORS, FOUND_LOSS, Reader, rule_of, settled
+from graven.answer import ERRORS, FOUND_LOSS, Reader, encode_behind, rule_of, settled
 from graven.decoding import Decoding
 from graven.errors import MismatchError, SpecError, TextError
 from graven.lm.base import Continuation, greedy
@@ -310,3 +310,30 @@ def test_a_reader_stands_in_the_room_of_the_memory_where_tokens_take_its_place()
     reader = Reader(model.model, memory)
     assert torch.equal(reader.behind([5, 6]), model.model.embed(Tokens.of([[70, 5, 6]])))
     assert torch.equal(reader.prefixes[:, 1:], memory.state)
+
+
+def test_a_memory_of_yesterday_is_asked_today():
+    """The template prints the date, and the memory stands behind that of its write."""
+    tokenizer = zoo.tokenizer()
+    tokenizer.chat_template = "w70 w{{ strftime_now('%d') | int + 10 }} {{ messages[0].content }} w71"
+    model = TextModel(type(zoo.pretrained("llama"))(zoo.architecture("llama"), tokenizer, name="llama"), slots=4)
+    today = model.write("w5 w6 w7", steps=0, chat=True, probes=0)
+    yesterday = Memory(today.state, dataclasses.replace(today.about, before=(70, 9)))
+    assert model.ask(yesterday, "w8", max_tokens=2).text
+    tokenizer.chat_template = TEMPLATE
+    with pytest.raises(MismatchError, match="behind 2 tokens of a chat template"):
+        model.ask(yesterday, "w8")
+
+
+class Blanks:
+    """A tokenizer that begins every text with a blank of its own."""
+
+    def encode(self, text):
+        return [ord(character) for character in " " + text]
+
+
+def test_an_answer_is_spelled_as_the_model_says_it_behind_the_query():
+    model = Blanks()
+    ids = model.encode("who")
+    assert encode_behind(model, ids, "who", " Ada", what="an answer") == [ord(character) for character in " Ada"]
+    assert encode_behind(model, [0], "who", "Ada", what="an answer") == model.encode("Ada")

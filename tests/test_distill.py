@@ -5,6 +5,7 @@ import math
 import cases
 import pytest
 import torch
+import transformers
 import zoo
 from asserts import assert_near, assert_refused
 
@@ -12,6 +13,7 @@ from graven import distill as distill_module
 from graven.distill import Asked, Distillation, Judge, best_start, distil_prompt, held_apart, weights_a_token
 from graven.errors import Outcome, TextError
 from graven.lm.cached import Prompted
+from graven.lm.pretrained import Pretrained
 from graven.memory.gradient import Adam, GradMem, GradMemSpec
 from graven.memory.objective import reconstruct
 from graven.tasks.base import Tokens
@@ -185,3 +187,12 @@ def test_the_control_that_reconstructs_runs_as_many_columns(monkeypatch):
     settings = Distillation(slots=4, weights={"distill": 1.0}, steps=3, rate=0.3, until=0.0, controls=("reconstruct",))
     distil_prompt(model, text, train, held, settings, stop=frozenset())
     assert steps == [3, round(3 * 8 * (4 + 2 + 3) / (4 + 24))]  # eight rows a step: slots, query and what is said; slots and text
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_goes_to():
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 60}
+    counts = []
+    for experts in (4, 16):
+        config = transformers.MixtralConfig(**sizes, num_local_experts=experts, num_experts_per_tok=2)
+        counts.append(weights_a_token(Pretrained(transformers.MixtralForCausalLM(config), zoo.tokenizer(), name="mixtral", checked=False)))
+    assert counts[1] - counts[0] == (16 - 4) * 16  # rows of the router; the experts of a token are two in both

@@ -10,8 +10,9 @@ from asserts import assert_refused
 
 from graven.answer import Reader
 from graven.errors import MismatchError, SpecError, TextError
-from graven.fidelity import PROBES, agreeing, fidelity, found_share, lines_of, probe, same_text, shortfalls, token_accuracy
+from graven.fidelity import PROBE_TOKENS, PROBES, agreeing, fidelity, found_share, lines_of, probe, same_text, shortfalls, token_accuracy
 from graven.lm import Pretrained
+from graven.lm.cached import Prompted
 from graven.memory.file import Memory
 from graven.model import TextModel, load
 from graven.tasks.base import Tokens
@@ -236,3 +237,13 @@ def test_what_is_found_is_found_where_there_is_something():
     blind = TextModel(Pretrained(plain, zoo.tokenizer(), name="blind"), slots=4)
     readers = [Reader(one.model, one.write("w5 w17 w3 w40 w41 w9", steps=steps)) for one, steps in ((seeing, 300), (blind, 0))]
     assert [found_share(reader, [[5], [5, 17], [5, 17, 3]]) for reader in readers] == [1.0, 0.0]
+
+
+def test_a_right_answer_may_be_longer_than_a_probe(model, memory):
+    reader = Reader(model.model, memory)
+    ids = model.model.encode(WORDS)
+    rows = reader.rows(["w5"])
+    (said,) = Prompted(model.model, reader.behind(ids)[0]).follow(rows, most=2 * PROBE_TOKENS, stop=model.model.stop)
+    assert len(said.tokens) > PROBE_TOKENS
+    found = fidelity(reader, ids, [Query("w5", model.model.decode(said.tokens))])
+    assert found.full_context.accuracy == 1.0

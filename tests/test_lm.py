@@ -598,3 +598,14 @@ def test_a_file_that_is_no_gguf_file_is_refused_in_one_line(content, tmp_path):
     with pytest.raises(ModelError, match=r"not\.gguf") as caught:
         load_pretrained(str(tmp_path / "not.gguf"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_generates_from_tokens_only_is_refused_at_load():
+    raw = zoo.architecture("llama")
+    raw.prepare_inputs_for_generation = lambda input_ids: {"input_ids": input_ids}
+    with pytest.raises(ModelError, match="generates from tokens and not from vectors"):
+        Pretrained(raw, zoo.tokenizer(), name="tiny")
+
+
+def test_positions_of_mpt_have_an_end_too():
+    assert zoo.pretrained("mpt").positions == zoo.COLUMNS

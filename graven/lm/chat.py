@@ -30,3 +30,8 @@ def halves(tokenizer: Any, query: str, *, name: str) -> tuple[str, str]:
     if len(parts) != 2 or query.strip() not in parts[1]:
         raise ModelError(f"the chat template of {name} does not show what the user says once, as it is; leave --chat out.")
     return parts[0], parts[1]
+
+
+def prints_the_date(tokenizer: Any) -> bool:
+    """Whether what stands before a memory is another text every day, as with the templates of Llama 3."""
+    return "strftime_now" in str(tokenizer.chat_template)  # what transformers gives a template to do it with

@@ -14,6 +14,7 @@ from contextlib import nullcontext, redirect_stderr
 from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,7 +58,8 @@ class Pretrained(nn.Module):
         self.vocabulary: int
         self.hidden_width: int
         self.vocabulary, self.hidden_width = self.head_weight.shape
-        self.positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        sizes = model.config.get_text_config()
+        self.positions: int | None = getattr(sizes, "max_position_embeddings", None) or getattr(sizes, "max_seq_len", None)  # as MPT calls it
         ends = model.generation_config.eos_token_id
         self.stop: frozenset[int] = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         # The model's own settings (sampling, penalties) would fill whatever a call leaves open; graven reads the most probable text.
@@ -201,6 +203,8 @@ class Pretrained(nn.Module):
             raise ModelError(f'{self} {fault}; load it with attention="eager".')
         if fault := next((probe.fault for probe in probe_embeddings(self) if probe.fault), None):
             raise ModelError(f"{self} {fault}. Use another model.")
+        if "inputs_embeds" not in signature(self.model.prepare_inputs_for_generation).parameters:  # as `generate` itself decides it
+            raise ModelError(f"{self} generates from tokens and not from vectors in this version of transformers. Use another model.")
 
 
 def load_pretrained(

@@ -1,6 +1,7 @@
 """A frozen causal language model that learns to recite a text."""
 
 import math
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -152,12 +153,13 @@ class TextModel:
             raise SpecError("`queries` and `prompts` are both given; the model asks itself only where no queries are.")
         steps = STEPS if steps is None else steps
         rate = self._checked(steps=steps, seed=seed, deadline=deadline, rate=rate, default=RATE)
-        ids, before = self._tokens(text), self._before(chat)
+        ids, before, began = self._tokens(text), self._before(chat), time.monotonic()
         if queries is None:
             queries = [Query(line) for line in self_study(self.model, ids, count=OWN_QUERIES, prompts=prompts, seed=seed, chat=chat)]
         asked = asked_of(self.model, queries, chat=chat)
+        left = None if deadline is None else max(0.0, deadline - (time.monotonic() - began))  # asking itself takes time too
         spec = Distillation(
-            slots=self.slots or PROMPT_SLOTS, weights=weights, steps=steps, rate=rate, seed=seed, deadline=deadline, before=tuple(before),
+            slots=self.slots or PROMPT_SLOTS, weights=weights, steps=steps, rate=rate, seed=seed, deadline=left, before=tuple(before),
             opening=() if chat else tuple(self.model.opening), reconstruct_start=TEXT_START, reconstruct_rate=TEXT_RATE,
         )  # fmt: skip
         call = None if progress is None else lambda step, loss: progress(step, loss, math.nan)

@@ -332,6 +332,7 @@ class Blanks:
         return [ord(character) for character in " " + text]
 
 
+@pytest.mark.plain  # of a tokenizer alone
 def test_an_answer_is_spelled_as_the_model_says_it_behind_the_query():
     model = Blanks()
     ids = model.encode("who")

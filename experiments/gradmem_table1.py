@@ -8,7 +8,8 @@ Differs  --scale small, medium and large are the model of gradmem_bench.py: two 
          times as much, RMT with eight times, for with once they stand at a guess at four pairs. --scale paper is the paper's model, task and
          grid, without a convolution; every memory takes the same number of training steps there.
 Cost     --scale small: 13 to 21 CPU seconds a memory and seed, 60 to 72 with four times the compute, 130 with eight times.
-         --scale medium: 50 to 70 s.  --scale paper: see `--estimate`, which takes about five CPU minutes.
+         --scale medium: 50 to 70 s, 240 and 400 with more compute.  --scale large: 140 to 260 s, 1400 to 1600 with eight times.
+         --scale paper: see `--estimate`, which takes about five CPU minutes.
 
     python experiments/gradmem_table1.py [--scale medium --seed 0 --memory RMT --minutes 15]        measure what has no row yet
     python experiments/gradmem_table1.py --scale paper --memory RMT --pairs 8 --seed 0 --train-steps 200     go on with one cell for so many steps
@@ -239,9 +240,8 @@ def together(rows: list[Row]) -> str:
         values = [100 * value for value in found.get((name, pairs), [])]
         if len(values) < 2:
             return f"{values[0]:.1f}" if values else ""
-        return f"{sum(values) / len(values):.1f} ({min(values):.0f} to {max(values):.0f})" + (
-            "" if len(values) == len(SEEDS) else f", {len(values)} seeds"
-        )
+        few = "" if len(values) == len(SEEDS) else f", {len(values)} seeds"
+        return f"{sum(values) / len(values):.1f} ({min(values):.0f} to {max(values):.0f}){few}"
 
     def rank(name: str) -> float:
         values = found.get((name, 8), [0.0])
